@@ -1,0 +1,48 @@
+# Two commands for newcomers: `make demo` and `make test`. Both set everything up in .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test nightly lint gpu-test gpu-bench bench wheel-check clean
+
+demo: $(VENV)/.ready
+	$(BIN)/undertow demo
+
+test: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not nightly and not gpu"
+
+nightly: $(VENV)/.ready-dev
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: $(VENV)/.ready-dev
+	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff format --check src tests bench
+	$(BIN)/mypy
+
+bench: $(VENV)/.ready-dev
+	$(BIN)/python bench/cpu_fabric.py
+
+# The two GPU targets run with the Python that is there and install nothing.
+gpu-test:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu tests/gpu
+
+gpu-bench:
+	PYTHONPATH=src $(PYTHON) bench/gpu_fabric.py
+
+wheel-check: $(VENV)/.ready-dev
+	$(BIN)/python tests/wheel_check.py
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.ready-dev: $(VENV)/.ready
+	$(PIP) --editable '.[dev]'
+	touch $@

@@ -1,0 +1,59 @@
+"""Undertow hides multi-GPU communication beneath computation.
+
+Names are loaded at first use: `undertow --help` must not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import UndertowError
+    from .fabric.group import Group, as_group, init, shutdown
+    from .fabric.launch import launch
+    from .fabric.memory import memory, reserve
+    from .ops.explain import explain
+    from .ops.matmul_all_reduce import matmul_all_reduce
+    from .plan.plan import Plan
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Group",
+    "Plan",
+    "UndertowError",
+    "as_group",
+    "explain",
+    "init",
+    "launch",
+    "matmul_all_reduce",
+    "memory",
+    "reserve",
+    "shutdown",
+]
+
+_HOMES = {
+    "Group": ".fabric.group",
+    "Plan": ".plan.plan",
+    "UndertowError": ".errors",
+    "as_group": ".fabric.group",
+    "explain": ".ops.explain",
+    "init": ".fabric.group",
+    "launch": ".fabric.launch",
+    "matmul_all_reduce": ".ops.matmul_all_reduce",
+    "memory": ".fabric.memory",
+    "reserve": ".fabric.memory",
+    "shutdown": ".fabric.group",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'undertow' has no attribute {name!r}")
+    value = getattr(import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,404 @@
+"""What every fabric offers: symmetric buffers, signals, streams, lanes. Two implementations, `cpu` and `cuda`.
+
+On CUDA everything that moves or waits is *enqueued* on the current stream; on the CPU it is *done* by the calling
+thread. A `Stream` hides the difference: `fork` after the caller's work so far, `run` something on it, `join` back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import errors
+from .segment import human
+
+if TYPE_CHECKING:
+    from .group import Group
+
+WORD_STRIDE = 128  # bytes between two signals: neighbours never share a cache line, nor the line fetched along with it
+
+
+class SymmetricBuffer:
+    """The same shape on every rank: `local` is mine, `peer(r)` is the memory of rank r.
+
+    Allocation is collective. Release is not: the bytes live until the last rank let go of its views.
+    """
+
+    def __init__(self, group: Group, identity: int, views: list[torch.Tensor | None], owner: object) -> None:
+        local = views[group.rank]
+        assert local is not None
+        self.shape = tuple(local.shape)
+        self.dtype = local.dtype
+        self.identity = identity
+        self._rank = group.rank
+        self._views: list[torch.Tensor | None] = views
+        self._owner: object | None = owner
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def local(self) -> torch.Tensor:
+        return self.peer(self._rank)
+
+    def peer(self, rank: int) -> torch.Tensor:
+        """The tensor of `rank`, addressable from here."""
+        if self._owner is None:
+            raise errors.BufferReleased(shape=list(self.shape))
+        view = self._views[rank]
+        if view is None:
+            raise errors.NoPeerPointer(peer=rank, rank=self._rank, reason="it stands on another node")
+        return view
+
+    def address(self, rank: int) -> int:
+        """Address of `rank`'s first byte in this process."""
+        return self.peer(rank).data_ptr()
+
+    def as_type(self, dtype: torch.dtype) -> SymmetricBuffer:
+        """The same bytes, flat, as elements of `dtype`; a tail that fills no element is left out."""
+        self.peer(self._rank)  # raises if released
+        alias = copy.copy(self)
+        alias._views = [None if view is None else _retyped(view, dtype) for view in self._views]
+        local = alias._views[self._rank]
+        assert local is not None
+        alias.shape, alias.dtype = tuple(local.shape), dtype
+        return alias
+
+    def release(self) -> None:
+        """Let go of the memory. Tensors taken from this buffer before keep it alive."""
+        self._views, self._owner = [], None
+
+
+def _retyped(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    raw = view.view(-1).view(torch.uint8)
+    return raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill with what no right result looks like: NaN, or the least integer."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+class Signals(ABC):
+    """`count` 32-bit counters on every rank. `add` and `set` release, `wait` acquires; comparison is cyclic."""
+
+    count: int
+
+    @abstractmethod
+    def add(self, rank: int, index: int, amount: int = 1) -> None:
+        """Add to `rank`'s counter. Releases: stores made before are visible to whoever waits for it."""
+
+    @abstractmethod
+    def set(self, rank: int, index: int, value: int) -> None:
+        """Set `rank`'s counter. Releases, as `add`."""
+
+    @abstractmethod
+    def wait(self, index: int, target: int, sender: int | None = None) -> None:
+        """Wait until my counter reaches `target`. Acquires. `sender` is only for the error, should nobody come."""
+
+    @abstractmethod
+    def read(self, index: int) -> int:
+        """My counter now."""
+
+    @abstractmethod
+    def address(self, rank: int, index: int) -> int:
+        """Address of a counter, for kernels."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Free the counters."""
+
+
+class Handoffs:
+    """Full/empty pairs: `slots` of them between every sender and every receiver. Only constants are ever written.
+
+    sender:    claim (wait empty, clear empty) -> write the bytes -> deliver (set full at the receiver)
+    receiver:  accept (wait full)  -> read the bytes -> free (clear full, set empty at the sender)
+
+    A captured graph that replays these finds the pair as the last replay left it, so nothing has to count replays.
+    `deliver` releases the bytes to `accept`; `free` releases the *reading* of them to the next `claim`.
+    """
+
+    def __init__(self, signals: Signals, rank: int, size: int, slots: int) -> None:
+        self._signals = signals
+        self._rank = rank
+        self._size = size
+        self.slots = slots
+
+    @staticmethod
+    def words(size: int, slots: int) -> int:
+        """How many signals the pairs of a group take."""
+        return 2 * size * slots
+
+    def reset(self) -> None:
+        """All slots empty. Before first use, by every rank, followed by a barrier."""
+        for peer in range(self._size):
+            for slot in range(self.slots):
+                self._signals.set(self._rank, self._full(peer, slot), 0)
+                self._signals.set(self._rank, self._empty(peer, slot), 1)
+
+    def release(self) -> None:
+        """Free the words. No stream may use them any more."""
+        self._signals.release()
+
+    def claim(self, receiver: int, slot: int) -> None:
+        self._signals.wait(self._empty(receiver, slot), 1, sender=receiver)
+        self._signals.set(self._rank, self._empty(receiver, slot), 0)
+
+    def deliver(self, receiver: int, slot: int) -> None:
+        self._signals.set(receiver, self._full(self._rank, slot), 1)
+
+    def accept(self, sender: int, slot: int) -> None:
+        self._signals.wait(self._full(sender, slot), 1, sender=sender)
+
+    def free(self, sender: int, slot: int) -> None:
+        self._signals.set(self._rank, self._full(sender, slot), 0)
+        self._signals.set(sender, self._empty(self._rank, slot), 1)
+
+    def _full(self, sender: int, slot: int) -> int:
+        """Lives at the receiver."""
+        return sender * self.slots + slot
+
+    def _empty(self, receiver: int, slot: int) -> int:
+        """Lives at the sender."""
+        return (self._size + receiver) * self.slots + slot
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """One message: contiguous `source` to elements [start, start + source.numel()) of `peer`'s `buffer`."""
+
+    peer: int
+    source: torch.Tensor
+    buffer: SymmetricBuffer
+    start: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One message that `peer` sends: `count` elements from `start` on in my `buffer`."""
+
+    peer: int
+    buffer: SymmetricBuffer
+    start: int
+    count: int
+    slot: int
+
+
+class Lane(ABC):
+    """Who moves bytes. Both sides call: the sender `send`, the receiver `receive` and, once it has read, `free`.
+
+    A lane with direct access does all the work at the sender; a staged lane or a network needs the receiver's half.
+    A `slot` guards one place of the destination: the sender may write there again only after `free`.
+    """
+
+    name: str
+    emulated = False
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What it is, in a few words."""
+
+    @abstractmethod
+    def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
+        """Move contiguous `source` to elements [start, start + source.numel()) of `peer`'s `buffer`, then signal."""
+
+    @abstractmethod
+    def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
+        """Wait for what `peer` sent to `slot`; the view of my `buffer` that holds it."""
+
+    @abstractmethod
+    def free(self, peer: int, slot: int) -> None:
+        """I have read what `peer` sent to `slot`."""
+
+    def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
+        """All of these messages; the views that hold what came in. Lanes that can interleave them do."""
+        for one in outgoing:
+            self.send(one.peer, one.source, one.buffer, one.start, one.slot)
+        return [self.receive(one.peer, one.buffer, one.start, one.count, one.slot) for one in incoming]
+
+    def flush(self) -> None:  # noqa: B027 - nothing to do where `send` completes in order
+        """After this, in the caller's order, sources of earlier sends may be overwritten."""
+
+    def close(self) -> None:  # noqa: B027 - most lanes own nothing
+        """Stop threads, free staging memory."""
+
+
+class Stream(ABC):
+    """An order of work beside the caller's own."""
+
+    @abstractmethod
+    def fork(self) -> None:
+        """What runs here next comes after what the caller has done so far."""
+
+    @abstractmethod
+    def run(self, work: Callable[[], None]) -> None:
+        """Do `work` in this stream's order, without waiting for it."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """What the caller does next comes after what runs here. Raises what `run` raised."""
+
+
+class Fabric(ABC):
+    """Where the ranks of one group meet."""
+
+    slots = 8  # hand-off slots between every two ranks, per lane
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._buffers: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
+        self._next_buffer = 0
+        self._workspaces: dict[str, SymmetricBuffer] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._lock = threading.RLock()
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def buffer(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> SymmetricBuffer:
+        """A symmetric buffer, zeroed. Collective: every rank asks for the same shape and dtype."""
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if any(extent < 0 for extent in shape):
+            raise errors.InvalidArgument(argument="shape", was=list(shape), must="made of extents of at least 0")
+        with self._lock:
+            identity = self._next_buffer
+            self._next_buffer += 1
+            self._agree_on_shape(f"buffer({list(shape)}, {dtype})")
+            views, owner = self._allocate(shape, dtype)
+            made = SymmetricBuffer(self.group, identity, views, owner)
+            self._buffers.add(made)
+            return made
+
+    def _agree_on_shape(self, asked: str) -> None:
+        """Ranks that ask for different buffers must all hear of it before anything is allocated."""
+        group = self.group
+        for rank, theirs in enumerate(group.exchange(asked)):
+            if theirs != asked:
+                disagreement = group.mismatch()  # the calls that led here say more than the sizes they led to
+                if disagreement is not None:
+                    raise disagreement
+                raise errors.MismatchedCall(
+                    group=group.name, call=group.calls, rank=group.rank, mine=asked, other_rank=rank, theirs=theirs
+                )
+
+    def _agree_on_allocation(self, failure: str) -> None:
+        """Raise on all ranks if one of them could not allocate: none may be left waiting for it."""
+        for rank, reason in enumerate(self.group.exchange(failure)):
+            if reason:
+                raise errors.AllocationFailed(rank=rank, reason=reason)
+
+    def workspace(self, purpose: str, nbytes: int) -> SymmetricBuffer:
+        """Bytes for `purpose`: the largest ever asked for, grown collectively, never inside a capture."""
+        held = self._workspaces.get(purpose)
+        if held is not None and held.nbytes >= nbytes:
+            return held
+        if self._capturing():
+            raise errors.WorkspaceTooSmall(
+                wanted=human(nbytes), held=human(held.nbytes if held else 0), wanted_bytes=nbytes
+            )
+        rounded = -(-max(nbytes, 1) // (1 << 20)) * (1 << 20)
+        if held is not None:
+            self._quiesce()  # a lane may still be writing to the old one
+            del self._workspaces[purpose]
+            held.release()
+        self._workspaces[purpose] = self.buffer(rounded, torch.uint8)
+        return self._workspaces[purpose]
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of symmetric memory this rank holds, by use."""
+        spaces = {f"workspace {purpose}": buffer.nbytes for purpose, buffer in self._workspaces.items()}
+        owned = {buffer.identity for buffer in self._workspaces.values()}
+        loose = sum(one.nbytes for one in self._buffers if one._owner is not None and one.identity not in owned)
+        return {**spaces, "buffers": loose}
+
+    @abstractmethod
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor | None], object]:
+        """Collective. A view for each rank that can be addressed, and whatever keeps the memory alive."""
+
+    @abstractmethod
+    def _capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+    @abstractmethod
+    def _quiesce(self) -> None:
+        """Return once no rank uses the workspaces any more. Collective."""
+
+    # -- signals and lanes -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def signals(self, count: int) -> Signals:
+        """`count` signals on every rank, all zero. Collective."""
+
+    def flags(self, count: int) -> Signals:
+        """Signals that only streams set and wait for; on a GPU they cannot be added to. Collective."""
+        return self.signals(count)
+
+    def handoffs(self, slots: int | None = None) -> Handoffs:
+        """Full/empty pairs between all ranks, all empty. Collective."""
+        slots = self.slots if slots is None else slots
+        size = self.group.size
+        pairs = Handoffs(self.flags(Handoffs.words(size, slots)), self.group.rank, size, slots)
+        pairs.reset()
+        self._settle()
+        self.group.barrier()
+        return pairs
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Return once what was enqueued so far is done."""
+
+    def lane(self, name: str) -> Lane:
+        """The lane of that name. Made at first use, collectively."""
+        with self._lock:
+            if name not in self._lanes:
+                reasons = self.lanes()
+                if name not in reasons:
+                    raise errors.InvalidArgument(argument="lane", was=repr(name), must=f"one of {', '.join(reasons)}")
+                if reasons[name]:
+                    possible = ", ".join(one for one, reason in reasons.items() if not reason) or "none"
+                    raise errors.StrategyUnavailable(strategy=name, reason=reasons[name], possible=possible)
+                self._lanes[name] = self._open_lane(name)
+            return self._lanes[name]
+
+    @abstractmethod
+    def lanes(self) -> dict[str, str]:
+        """Every lane with the reason why it is not available here, or "" if it is."""
+
+    @abstractmethod
+    def _open_lane(self, name: str) -> Lane:
+        """Make an available lane. Collective."""
+
+    @abstractmethod
+    def stream(self, name: str, priority: int = 0) -> Stream:
+        """The stream of that name, made at first use. Few and long-lived."""
+
+    @contextlib.contextmanager
+    def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
+        """Bracket a call: nobody may take half a result of an aborted one for a whole."""
+        try:
+            yield
+        except BaseException:
+            for output in outputs:
+                poison(output)
+            raise
+
+    def close(self) -> None:
+        """Release everything. Tensors taken from buffers stay valid."""
+        with self._lock:
+            for lane in self._lanes.values():
+                lane.close()
+            for buffer in list(self._buffers):
+                buffer.release()
+            self._lanes.clear()
+            self._workspaces.clear()

@@ -1,0 +1,165 @@
+"""Lanes of the CPU fabric between ranks of one node.
+
+`peer`: the calling thread copies into the other rank's memory, as an SM would store to a peer.
+`dma`: a helper thread per rank copies, so the caller computes on, as beside a copy engine. It can be *paced* to a
+bandwidth and a latency; then its times are emulated and say so.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import errors, settings
+from . import atomics, timeline
+from .base import Lane, SymmetricBuffer
+from .transfer import destination_address
+
+if TYPE_CHECKING:
+    from .cpu import CpuFabric
+
+_UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+_NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
+_BLOCK = 1 << 20  # bytes copied between two looks at the clock
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The link that the dma lane pretends to be: bytes per second, and seconds of overhead per transfer."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+    @staticmethod
+    def parse(text: str) -> Pace | None:
+        """`1GB/s`, `500MB/s,20us`; empty for none."""
+        if not text.strip():
+            return None
+        match = re.fullmatch(rf"\s*{_NUMBER}\s*([KMG]?)B/s\s*(?:,\s*{_NUMBER}\s*(us|ms|s)\s*)?", text)
+        if match is None or float(match[1]) <= 0:
+            must = "a bandwidth and optionally a latency, such as 1GB/s,20us"
+            raise errors.InvalidArgument(argument=settings.DMA_PACE.name, was=repr(text), must=must)
+        latency = float(match[3]) * _SECONDS[match[4]] if match[3] else 0.0
+        return Pace(float(match[1]) * _UNITS[match[2]], latency)
+
+    def __str__(self) -> str:
+        return f"{self.bandwidth / 1e9:g} GB/s, {self.latency * 1e6:g} us"
+
+
+class PeerLane(Lane):
+    """Direct stores into the peer's memory by whoever calls."""
+
+    name = "peer"
+
+    def __init__(self, fabric: CpuFabric) -> None:
+        self._pairs = fabric.handoffs()
+
+    def describe(self) -> str:
+        return "memcpy into shared memory by the calling thread"
+
+    def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
+        address = destination_address(buffer, peer, start, source)
+        self._pairs.claim(peer, slot)
+        atomics.copy(address, source.data_ptr(), source.nbytes)
+        self._pairs.deliver(peer, slot)  # releases the bytes just copied
+
+    def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
+        self._pairs.accept(peer, slot)  # acquires them
+        return buffer.local.view(-1)[start : start + count]
+
+    def free(self, peer: int, slot: int) -> None:
+        self._pairs.free(peer, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    peer: int
+    slot: int
+    address: int
+    source: torch.Tensor  # held, so that it outlives the copy
+
+
+class DmaLane(Lane):
+    """Copies by a helper thread; `send` returns at once."""
+
+    name = "dma"
+
+    def __init__(self, fabric: CpuFabric) -> None:
+        self._group = fabric.group
+        self._pairs = fabric.handoffs()
+        self.pace = Pace.parse(settings.DMA_PACE.get())
+        self._link_free = 0.0
+        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="undertow-dma", daemon=True)
+        self._thread.start()
+
+    @property
+    def emulated(self) -> bool:  # type: ignore[override]
+        return self.pace is not None
+
+    def describe(self) -> str:
+        paced = f", emulated link of {self.pace}" if self.pace else ""
+        return f"memcpy into shared memory by a helper thread{paced}"
+
+    def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
+        self._jobs.put(_Job(peer, slot, destination_address(buffer, peer, start, source), source))
+
+    def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
+        self._pairs.accept(peer, slot)
+        return buffer.local.view(-1)[start : start + count]
+
+    def free(self, peer: int, slot: int) -> None:
+        self._pairs.free(peer, slot)
+
+    def flush(self) -> None:
+        done = threading.Event()
+        self._jobs.put(done)
+        while not done.wait(0.05):  # in slices, so that Ctrl-C arrives
+            pass
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            if isinstance(job, threading.Event):
+                job.set()
+            elif self._error is None:
+                try:
+                    self._move(job)
+                except errors.UndertowError as error:  # a lost rank; handed to `flush`
+                    self._error = error
+
+    def _move(self, job: _Job) -> None:
+        self._pairs.claim(job.peer, job.slot)
+        with timeline.event("copy", engine=self.name, bytes=job.source.nbytes, to=job.peer):
+            begin = time.perf_counter()
+            if self.pace:
+                begin = max(begin, self._link_free) + self.pace.latency
+            for offset in range(0, job.source.nbytes, _BLOCK):
+                size = min(_BLOCK, job.source.nbytes - offset)
+                atomics.copy(job.address + offset, job.source.data_ptr() + offset, size)
+                if self.pace:
+                    _sleep_until(begin + (offset + size) / self.pace.bandwidth)
+            if self.pace:
+                self._link_free = begin + job.source.nbytes / self.pace.bandwidth
+        self._pairs.deliver(job.peer, job.slot)
+
+
+def _sleep_until(moment: float) -> None:
+    """Sleeps, never spins: the emulated engine must leave the cores to those who compute."""
+    remaining = moment - time.perf_counter()
+    if remaining > 0:
+        time.sleep(remaining)

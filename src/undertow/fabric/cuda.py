@@ -1,0 +1,228 @@
+"""The CUDA fabric: symmetric memory from torch, stream memory operations as signals, torch streams as streams.
+
+Everything here is *enqueued*. The host never waits for the GPU, except where a docstring says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import errors
+from . import atomics, stream_memory, torch_symmetric
+from .base import WORD_STRIDE, Fabric, Lane, Signals, Stream, SymmetricBuffer, poison
+from .pinned import PinnedSegment
+from .stream_guard import StreamGuard
+
+if TYPE_CHECKING:
+    from .group import Group
+
+_WORDS = WORD_STRIDE // 4
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+
+
+class CudaFabric(Fabric):
+    """Peer pointers between the ranks of a node that have them; the other ranks by `dma` through the host, or `net`."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        torch.cuda.set_device(group.device)
+        self.device = group.device
+        self.guard = StreamGuard(group)
+        self._streams: dict[str, CudaStream] = {}
+        properties = torch.cuda.get_device_properties(self.device)
+        self.multiprocessors = int(properties.multi_processor_count)
+        devices = group.exchange({"uuid": str(properties.uuid), "index": self.device.index})
+        #: whether two ranks share a GPU: copies between them run on SMs there, so `dma` goes through the host
+        self.shares_device = len({one["uuid"] for one in devices}) < group.size
+        self._no_peers = self._why_no_peers(devices)
+
+    def _why_no_peers(self, devices: list[dict[str, Any]]) -> str:
+        group = self.group
+        if len(group.local_ranks) < group.size:
+            return "the group spans several nodes"
+        if self.shares_device:
+            return "" if os.environ.get(OVERLAPPING) == "1" else f"ranks share a GPU and {OVERLAPPING} is not 1"
+        mine = self.device.index
+        reachable = all(
+            one["index"] == mine or torch.cuda.can_device_access_peer(mine, one["index"]) for one in devices
+        )
+        return "" if all(group.exchange(reachable)) else "the GPUs have no peer access"
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor | None], object]:
+        group = self.group
+        count = prod(shape)
+        failure = ""
+        flat: torch.Tensor | None = None
+        try:
+            if self._no_peers:
+                flat = torch.empty(max(1, count), dtype=dtype, device=self.device)
+            else:
+                flat = torch_symmetric.allocate(max(1, count), dtype, self.device)
+            flat.zero_()
+        except torch.OutOfMemoryError as error:
+            failure = str(error).splitlines()[0]  # told to all ranks below: none may be left waiting for this one
+        self._agree_on_allocation(failure)
+        assert flat is not None
+        if self._no_peers:
+            views: list[torch.Tensor | None] = [None] * group.size
+            views[group.rank] = flat[:count].view(shape)
+            return views, flat
+        shared, handle = torch_symmetric.share(flat, group.process_group)
+        torch.cuda.current_stream(self.device).synchronize()  # the zeros are there before anybody writes
+        group.barrier()
+        return [view[:count].view(shape) for view in shared], (flat, handle)
+
+    def _capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def _settle(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def _quiesce(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.group.barrier()
+
+    # -- signals, lanes, streams -----------------------------------------------------------------------------------
+
+    def signals(self, count: int) -> Signals:
+        words = self.buffer(count * _WORDS, torch.int32)
+        bases = [
+            words.address(rank) if not self._no_peers or rank == self.group.rank else 0
+            for rank in range(self.group.size)
+        ]
+        return CudaSignals(self, bases, count, owner=words)
+
+    def signal_word(self, signals: Signals, index: int) -> torch.Tensor:
+        """My word of device-side `signals`, for a kernel."""
+        assert isinstance(signals, CudaSignals)
+        return signals.word(self.group.rank, index)
+
+    def flags(self, count: int) -> Signals:
+        """In pinned host memory: the watchdog can set them by a plain store, whatever state the driver is in."""
+        words = PinnedSegment(self.group, self.group.size * count * WORD_STRIDE, "flags between streams")
+        bases = [words.address + rank * count * WORD_STRIDE for rank in range(self.group.size)]
+        return CudaSignals(self, bases, count, owner=words)
+
+    def lanes(self) -> dict[str, str]:
+        apart = "" if len(self.group.local_ranks) == self.group.size else "the group spans several nodes"
+        return {"net": "", "peer": self._no_peers, "dma": apart}
+
+    def _open_lane(self, name: str) -> Lane:
+        from .cuda_lanes import CopyLane, PeerLane, StagedLane
+        from .net import NetLane
+
+        if name == "net":
+            return NetLane(self.group)
+        if name == "peer":
+            return PeerLane(self)
+        return StagedLane(self) if self._no_peers or self.shares_device else CopyLane(self)
+
+    def stream(self, name: str, priority: int = 0) -> Stream:
+        with self._lock:
+            if name not in self._streams:
+                self._streams[name] = CudaStream(self.device, priority)
+            return self._streams[name]
+
+    @contextlib.contextmanager
+    def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
+        self.guard.enter(outputs)
+        try:
+            yield
+        except BaseException:
+            for output in outputs:
+                poison(output)
+            raise
+        finally:
+            self.guard.leave()
+
+    def close(self) -> None:
+        if self.group.failed:
+            return  # streams may still hang in what is being released: the memory stays until the process ends
+        torch.cuda.synchronize(self.device)
+        self.guard.close()
+        self._streams.clear()
+        super().close()
+
+
+class CudaSignals(Signals):
+    """Words in symmetric device memory or in pinned host memory, moved by stream memory operations.
+
+    Device words can be added to and are what kernels poll. Host words are for streams only: GPUs have no atomics on
+    memory across PCIe, but the watchdog can release who waits for them without asking the driver.
+    """
+
+    def __init__(
+        self, fabric: CudaFabric, bases: list[int], count: int, owner: SymmetricBuffer | PinnedSegment
+    ) -> None:
+        self.count = count
+        self._fabric = fabric
+        self._rank = fabric.group.rank
+        self._bases = bases
+        self._owner = owner
+        self._on_host = isinstance(owner, PinnedSegment)
+
+    def add(self, rank: int, index: int, amount: int = 1) -> None:
+        """A one-thread kernel: stream memory operations cannot add. It needs a free SM, unlike `set`."""
+        from ..kernels.signals import add_kernel
+
+        add_kernel[(1,)](self.word(rank, index), amount, num_warps=1)
+
+    def word(self, rank: int, index: int) -> torch.Tensor:
+        """A word in device memory as a tensor, for a kernel."""
+        if isinstance(self._owner, PinnedSegment):
+            raise errors.InvalidArgument(argument="signals", was="flags in host memory", must="signals for kernels")
+        self.address(rank, index)  # refuses what is out of range
+        return self._owner.peer(rank)[index * _WORDS :]
+
+    def set(self, rank: int, index: int, value: int) -> None:
+        stream_memory.write(stream_memory.current_stream(self._fabric.device), self.address(rank, index), value)
+
+    def wait(self, index: int, target: int, sender: int | None = None) -> None:
+        self._fabric.guard.wait(self.address(self._rank, index), target, self._on_host)
+
+    def read(self, index: int) -> int:
+        """Waits for the current stream."""
+        torch.cuda.current_stream().synchronize()
+        if isinstance(self._owner, PinnedSegment):
+            return int(atomics.load(self.address(self._rank, index)))
+        return int(self._owner.local[index * _WORDS].item())
+
+    def address(self, rank: int, index: int) -> int:
+        if not 0 <= index < self.count:
+            raise errors.InvalidArgument(argument="index", was=index, must=f"between 0 and {self.count - 1}")
+        if self._bases[rank] == 0:
+            raise errors.NoPeerPointer(peer=rank, rank=self._rank, reason=self._fabric.lanes()["peer"])
+        return self._bases[rank] + index * WORD_STRIDE
+
+    def release(self) -> None:
+        first = self._bases[self._rank]
+        self._fabric.guard.forget(first, first + self.count * WORD_STRIDE)
+        if isinstance(self._owner, PinnedSegment):
+            self._owner.close()
+        else:
+            self._owner.release()
+
+
+class CudaStream(Stream):
+    """A torch stream beside the current one."""
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self.stream = stream_memory.new_stream(device, priority=priority)
+
+    def fork(self) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+
+    def run(self, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self.stream)

@@ -1,0 +1,200 @@
+"""Lanes of the CUDA fabric between ranks of one node.
+
+`peer`   a copy kernel with a bounded number of CTAs stores into the peer's memory.
+`dma`    copy engines. Between GPUs with peer access: one copy, enqueued by the sender. Without it, or where ranks share
+         a GPU: staged through pinned host memory that both ranks map, in chunks, so that the copy out of one chunk and
+         the copy in of the one before run at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import stream_memory, timeline
+from .base import Incoming, Lane, Outgoing, SymmetricBuffer
+from .pinned import PinnedSegment
+from .transfer import destination_address
+
+if TYPE_CHECKING:
+    from .cuda import CudaFabric
+
+PEER_CTAS = 16
+CHUNK_SLOTS = 4
+_OVER = object()
+_FEW_RANKS, _LARGE_CHUNK, _SMALL_CHUNK = 4, 4 << 20, 2 << 20
+
+
+def chunk_bytes(ranks: int) -> int:
+    """Large enough to hide the stream operations around a chunk; smaller where many pairs would pin much memory."""
+    return _LARGE_CHUNK if ranks <= _FEW_RANKS else _SMALL_CHUNK
+
+
+class PeerLane(Lane):
+    """SM stores into the peer's memory. `ctas` is its share of the GPU."""
+
+    name = "peer"
+
+    def __init__(self, fabric: CudaFabric) -> None:
+        from ..kernels import move
+
+        self._move = move
+        self._pairs = fabric.handoffs()
+        self.ctas = PEER_CTAS
+        move.warm_up(fabric.device)  # a kernel loaded for the first time behind a waiting stream would hang
+        fabric.group.barrier()
+
+    def describe(self) -> str:
+        return f"copy kernel of {self.ctas} CTAs into peer memory"
+
+    def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
+        destination_address(buffer, peer, start, source)
+        destination = buffer.peer(peer).view(-1)[start : start + source.numel()]
+        self._pairs.claim(peer, slot)
+        with timeline.event("copy", engine=self.name, bytes=source.nbytes, to=peer):
+            self._move.copy(destination, source.view(-1), self.ctas)
+        self._pairs.deliver(peer, slot)  # the stream's write follows the kernel and releases its stores
+
+    def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
+        self._pairs.accept(peer, slot)
+        return buffer.local.view(-1)[start : start + count]
+
+    def free(self, peer: int, slot: int) -> None:
+        self._pairs.free(peer, slot)
+
+    def close(self) -> None:
+        self._pairs.release()
+
+
+class CopyLane(Lane):
+    """Peer-to-peer copies by copy engines; no SM is used between two GPUs."""
+
+    name = "dma"
+
+    def __init__(self, fabric: CudaFabric) -> None:
+        self._pairs = fabric.handoffs()
+        self._stream = stream_memory.new_stream(fabric.device, priority=-1)
+
+    def describe(self) -> str:
+        return "peer-to-peer copies by copy engine"
+
+    def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
+        destination_address(buffer, peer, start, source)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._pairs.claim(peer, slot)
+            with timeline.event("copy", engine=self.name, bytes=source.nbytes, to=peer):
+                buffer.peer(peer).view(-1)[start : start + source.numel()].copy_(source.view(-1), non_blocking=True)
+            self._pairs.deliver(peer, slot)
+
+    def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
+        self._pairs.accept(peer, slot)
+        return buffer.local.view(-1)[start : start + count]
+
+    def free(self, peer: int, slot: int) -> None:
+        self._pairs.free(peer, slot)
+
+    def close(self) -> None:
+        self._pairs.release()
+
+    def flush(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class StagedLane(Lane):
+    """Copy engines through pinned host memory: out of the sender, into the receiver, chunk by chunk.
+
+    One pinned segment for the group holds for every (sender, receiver) a ring of CHUNK_SLOTS chunks. Every message
+    starts at chunk slot 0 on both sides, so neither side keeps a position, and a captured message can be replayed.
+
+    Two streams per rank, out and in. A rank's sends wait only for room, its receives only for bytes; both sides must
+    name their messages in the same order (rank r sends to r+1, r+2, ...; rank r receives from r-1, r-2, ...).
+    """
+
+    name = "dma"
+
+    def __init__(self, fabric: CudaFabric) -> None:
+        self._size, self._rank = fabric.group.size, fabric.group.rank
+        self._chunk_bytes = chunk_bytes(self._size)
+        chunks = self._size * (self._size - 1) * CHUNK_SLOTS
+        self._ring = PinnedSegment(fabric.group, max(1, chunks) * self._chunk_bytes, "the staging ring of lane dma")
+        self._pairs = fabric.handoffs(CHUNK_SLOTS)
+        self._out = stream_memory.new_stream(fabric.device, priority=-1)
+        self._in = stream_memory.new_stream(fabric.device, priority=-1)
+
+    def describe(self) -> str:
+        return f"copy engines through pinned host memory, chunks of {self._chunk_bytes >> 20} MiB"
+
+    def _chunk(self, sender: int, receiver: int, slot: int) -> int:
+        """Address of a chunk slot in the pinned segment."""
+        pair = sender * (self._size - 1) + receiver - (receiver > sender)
+        return self._ring.address + (pair * CHUNK_SLOTS + slot) * self._chunk_bytes
+
+    def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
+        self.exchange([Outgoing(peer, source, buffer, start, slot)], [])
+
+    def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
+        return self.exchange([], [Incoming(peer, buffer, start, count, slot)])[0]
+
+    def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
+        """Enqueued chunk by chunk in turn: neither direction waits until the host has enqueued all of the other."""
+        here = torch.cuda.current_stream()
+        steps: list[Iterator[None]] = []
+        if outgoing:
+            self._out.wait_stream(here)
+            steps.append(self._chunks_out(outgoing))
+        views = [one.buffer.local.view(-1)[one.start : one.start + one.count] for one in incoming]
+        if incoming:
+            self._in.wait_stream(here)  # whoever read these places before is done
+            steps.append(self._chunks_in(incoming, views))
+        while steps:
+            steps = [step for step in steps if next(step, _OVER) is not _OVER]
+        if incoming:
+            here.wait_stream(self._in)
+        return views
+
+    def _chunks_out(self, messages: Sequence[Outgoing]) -> Iterator[None]:
+        stream = self._out.cuda_stream
+        for one in messages:
+            destination_address(one.buffer, self._rank, one.start, one.source)  # the receiver's is as large as mine
+            for place, offset, size in self._cut(one.source.nbytes):
+                with (
+                    torch.cuda.stream(self._out),
+                    timeline.event("copy out", engine="dma out", bytes=size, to=one.peer),
+                ):
+                    self._pairs.claim(one.peer, place)
+                    chunk = self._chunk(self._rank, one.peer, place)
+                    stream_memory.to_host(stream, chunk, one.source.data_ptr() + offset, size)
+                    self._pairs.deliver(one.peer, place)
+                yield
+
+    def _chunks_in(self, messages: Sequence[Incoming], views: list[torch.Tensor]) -> Iterator[None]:
+        stream = self._in.cuda_stream
+        for one, view in zip(messages, views, strict=True):
+            for place, offset, size in self._cut(view.nbytes):
+                with (
+                    torch.cuda.stream(self._in),
+                    timeline.event("copy in", engine="dma in", bytes=size, source=one.peer),
+                ):
+                    self._pairs.accept(one.peer, place)
+                    chunk = self._chunk(one.peer, self._rank, place)
+                    stream_memory.to_device(stream, view.data_ptr() + offset, chunk, size)
+                    self._pairs.free(one.peer, place)
+                yield
+
+    def _cut(self, nbytes: int) -> Iterator[tuple[int, int, int]]:
+        """A message as (chunk slot, offset, size): the same on both sides."""
+        for number, offset in enumerate(range(0, nbytes, self._chunk_bytes)):
+            yield number % CHUNK_SLOTS, offset, min(self._chunk_bytes, nbytes - offset)
+
+    def free(self, peer: int, slot: int) -> None:
+        """The receiver's own copy chose the place: nobody else writes there."""
+
+    def flush(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._out)
+
+    def close(self) -> None:
+        self._pairs.release()
+        self._ring.close()

@@ -1,0 +1,112 @@
+"""News from other nodes, through the store.
+
+Each node's first rank advances a beat; the first rank of the next node watches it. Any rank that learns of a loss
+announces it under one key that all ranks of the group look at. A beat that stands still for `SILENCE` means that the
+whole node is gone (a single rank's death is seen and announced by its neighbours on the node).
+
+A thread of its own talks to the store: when the store's host vanishes without a word (power, cable), a call to it
+blocks for minutes. The watchdog only looks at when the store answered last, so that even then it sees all else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from .. import errors
+
+if TYPE_CHECKING:
+    from .group import Group
+
+PERIOD = 0.5
+SILENCE = 3.0
+_PATIENCE = 0.5  # seconds that a question, an announcement or a goodbye may take: the store may be dead
+_LEFT = 1 << 40  # a beat that no heart reaches: the node's first rank closed the group on purpose
+
+
+class Heartbeat:
+    """The watchdog's view across nodes for one group."""
+
+    def __init__(self, group: Group, store: dist.Store) -> None:
+        self._group = group
+        # A connection of its own: a blocking call of another thread on the shared one must not delay the news.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._node = group.nodes[group.rank]
+        self._is_first = group.nodes.index(self._node) == group.rank
+        self._watched = (self._node - 1) % (max(group.nodes) + 1)
+        self._last_beat = -1
+        self._last_change = time.monotonic()
+        self._last_answer = time.monotonic()
+        self._announcement: str | None = None
+        self._ending = threading.Event()
+        self._wanted = threading.Event()
+        self._heard = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="undertow-heartbeat", daemon=True)
+        self._thread.start()
+
+    def tick(self, now: float) -> None:
+        """Called by the watchdog: has the store gone silent?"""
+        if not self._ending.is_set() and now - self._last_answer > SILENCE:
+            reason = f"the store, or the way to its node, has been silent for {SILENCE:g} s"
+            self._lose("unknown", reason)
+
+    def hear(self) -> None:
+        """Ask for news now, and wait a moment for them."""
+        self._heard.clear()
+        self._wanted.set()
+        self._heard.wait(_PATIENCE)
+
+    def leave(self) -> None:
+        """Say that silence from here on is no loss."""
+        self._end()
+
+    def announce(self, error: errors.UndertowError) -> None:
+        """Tell the other nodes. Losing the race to another announcer is fine: the first cause is there already."""
+        if isinstance(error, errors.RankLost):
+            self._announcement = json.dumps({"rank": error.facts["rank"], "reason": error.facts["reason"]})
+        self._end()
+
+    def _end(self) -> None:
+        self._ending.set()
+        self._wanted.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_PATIENCE)
+
+    def _beat(self) -> None:
+        try:
+            while True:
+                self._exchange_news()
+                self._last_answer = time.monotonic()
+                self._heard.set()
+                self._wanted.wait(PERIOD)
+                self._wanted.clear()
+                if self._ending.is_set():
+                    break
+        except (RuntimeError, ValueError) as error:  # torch raises DistStoreError, a RuntimeError
+            self._lose("unknown", f"the store does not answer ({str(error).splitlines()[0]})")
+        with contextlib.suppress(RuntimeError, ValueError):  # the store may be gone by now: the others see that, too
+            if self._announcement is not None:
+                self._store.compare_set("lost", "", self._announcement)
+            elif self._is_first:
+                self._store.add(f"beat {self._node}", _LEFT)
+
+    def _exchange_news(self) -> None:
+        if self._store.check(["lost"]):
+            facts = json.loads(self._store.get("lost").decode())
+            self._lose(facts["rank"], facts["reason"])
+        elif self._is_first:
+            self._store.add(f"beat {self._node}", 1)
+            beat = self._store.add(f"beat {self._watched}", 0)
+            now = time.monotonic()
+            if beat != self._last_beat:
+                self._last_beat, self._last_change = beat, now
+            elif beat < _LEFT and now - self._last_change > SILENCE:
+                self._lose(self._group.nodes.index(self._watched), f"its node has been silent for {SILENCE:g} s")
+
+    def _lose(self, rank: int | str, reason: str) -> None:
+        self._group.fail(errors.RankLost(rank=rank, group=self._group.name, reason=reason))

@@ -1,0 +1,324 @@
+"""Measuring what a node can do: GEMMs, lanes, and how much each slows the other.
+
+Every rank of the group comes along, and all ranks send at once: a lane is only as fast as it is when everybody uses it.
+The result is the plain content of a machine file, which `plan.machine` reads; this room knows nothing of plans.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import logs
+from .base import Fabric, Lane, SymmetricBuffer
+from .environment import cpu_model, environment, usable_cores
+from .group import Group
+from .timeline import Recorder
+from .timer import compare
+
+Progress = Callable[[str, float], None]
+"""Told what is being measured now, and which fraction of everything is done."""
+Work = Callable[[], object]
+
+_SIDE_BY_SIDE_SECONDS = 0.005  # at least: shorter spans would measure how the two sides start
+_COVER = 3  # the longer side does so many times the work of the shorter, so that it is there until the end
+_GREEN_STEP = 8  # SMs; the driver rounds partitions to this on recent GPUs
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much to do. `message_bytes` is what moves beside a GEMM; `size_seconds` what one size of a curve may take."""
+
+    sizes: tuple[int, ...]
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    message_bytes: int
+    rounds: int
+    size_seconds: float
+
+    @staticmethod
+    def fitting(device: str, quick: bool) -> Effort:
+        largest = (4 << 20 if quick else 64 << 20) if device == "cpu" else (16 << 20 if quick else 256 << 20)
+        sizes = tuple(1 << exponent for exponent in range(10, 29, 2) if 1 << exponent <= largest)
+        if device == "cpu":
+            return Effort(sizes, (512, 512, 512), torch.float32, 1 << 20, 5 if quick else 11, 0.3 if quick else 1.0)
+        return Effort(sizes, (4096, 4096, 4096), torch.bfloat16, 16 << 20, 5 if quick else 15, 1.0 if quick else 3.0)
+
+
+def measure(group: Group, *, quick: bool = False, progress: Progress = lambda what, fraction: None) -> dict[str, Any]:
+    """The content of this node's machine file. Collective."""
+    fabric = group.fabric
+    effort = Effort.fitting(group.device.type, quick)
+    progress("launch cost", 0.0)
+    launch_seconds, stream_seconds = _launch_cost(group, effort)
+    progress("matmul against its workers", 0.05)
+    matmul = _matmul(group, effort)
+    gemm_points = _gemm_curve(group, effort, matmul)
+    lanes = {name: fabric.lane(name) for name, missing in fabric.lanes().items() if not missing}
+    curves = _lane_curves(group, effort, lanes, progress)
+    slowdowns = {}
+    for number, (name, lane) in enumerate(lanes.items()):
+        progress(f"matmul beside lane {name}", 0.7 + 0.3 * number / len(lanes))
+        slowdowns[name] = _interference(group, effort, matmul, lane)
+    return {
+        "name": _device_name(group),
+        "device": group.device.type,
+        "ranks": group.size,
+        "shares_device": bool(getattr(fabric, "shares_device", False)),
+        "launch_seconds": launch_seconds,
+        "stream_seconds": stream_seconds,
+        "gemm": {
+            "workers": "threads" if group.device.type == "cpu" else "SMs",
+            "shape": list(effort.shape),
+            "dtype": str(effort.dtype).removeprefix("torch."),
+            "points": gemm_points,
+        },
+        "lanes": {
+            name: {
+                "description": lane.describe(),
+                "emulated": lane.emulated,
+                "gemm_slowdown": slowdowns[name][0],
+                "lane_slowdown": slowdowns[name][1],
+                "points": curves[name],
+            }
+            for name, lane in lanes.items()
+        },
+        "environment": _scalars(environment({"ranks": group.size})),
+    }
+
+
+def _device_name(group: Group) -> str:
+    return cpu_model() if group.device.type == "cpu" else str(torch.cuda.get_device_name(group.device))
+
+
+def _scalars(facts: dict[str, Any]) -> dict[str, Any]:
+    """TOML has no null: what is unknown is left out."""
+    return {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
+
+
+def _launch_cost(group: Group, effort: Effort) -> tuple[float, float]:
+    """Seconds of an operation on one element, and of going to a second stream and back."""
+    word = torch.zeros(1, device=group.device)
+    stream = group.fabric.stream("communication", priority=-1)
+
+    def there_and_back() -> None:
+        stream.fork()
+        stream.run(lambda: None)
+        stream.join()
+
+    variants: dict[str, Work] = {"operation": word.zero_, "stream": there_and_back}
+    taken = compare(variants, calls=100, repeats=effort.rounds, warmup=1, reduce_max=group.reduce_max)
+    return taken.estimate("operation").median, taken.estimate("stream").median
+
+
+# -- matmul against its workers ------------------------------------------------------------------------------------
+
+
+def _matmul(group: Group, effort: Effort) -> Work:
+    rows, columns, inner = effort.shape
+    x = torch.ones(rows, inner, dtype=effort.dtype, device=group.device)
+    w = torch.ones(inner, columns, dtype=effort.dtype, device=group.device)
+    y = torch.empty(rows, columns, dtype=effort.dtype, device=group.device)
+    return functools.partial(torch.matmul, x, w, out=y)
+
+
+def _gemm_curve(group: Group, effort: Effort, matmul: Work) -> list[list[float]]:
+    """Points of (workers, seconds). CPU: rank 0 alone, for the threads of one rank are the cores of the others."""
+    if group.device.type == "cpu":
+        variants = {threads: _with_threads(threads, matmul) for threads in _counts(usable_cores(), 1)}
+        taken = compare(_named(variants), repeats=effort.rounds, warmup=1) if group.rank == 0 else None
+        points = [[threads, taken.estimate(str(threads)).median] for threads in variants] if taken else []
+        return list(group.exchange(points)[0])
+    variants = _partitions(group, matmul)
+    taken = compare(
+        _named(variants), repeats=effort.rounds, reduce_max=group.reduce_max, before=group.barrier, warmup=2
+    )
+    return [[sms, taken.estimate(str(sms)).median] for sms in variants]
+
+
+def _named(variants: dict[int, Work]) -> dict[str, Work]:
+    return {str(workers): work for workers, work in variants.items()}
+
+
+def _counts(most: int, step: int) -> list[int]:
+    """`step`, twice that, and so on, and `most` itself; every number where there are few."""
+    if most <= 8 * step:
+        return [*range(step, most, step), most]
+    doublings = range(int(math.log2(most / step)) + 1)
+    return sorted({step << exponent for exponent in doublings} | {most})
+
+
+def _with_threads(threads: int, matmul: Work) -> Work:
+    def run() -> None:
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            matmul()
+        finally:
+            torch.set_num_threads(before)
+
+    return run
+
+
+def _partitions(group: Group, matmul: Work) -> dict[int, Work]:
+    """The matmul on parts of the GPU, by green contexts; on all visible SMs where ranks share it (under MPS the two
+    exclude each other) or where the driver refuses."""
+    visible = int(torch.cuda.get_device_properties(group.device).multi_processor_count)
+    whole: dict[int, Work] = {visible: matmul}
+    refusal = "ranks share the GPU" if getattr(group.fabric, "shares_device", False) else ""
+    parts: dict[int, Work] = {}
+    try:
+        if not refusal:
+            from torch.cuda.green_contexts import GreenContext
+
+            create: Any = GreenContext.create
+            for sms in _counts(visible, _GREEN_STEP)[:-1]:
+                parts[sms] = _inside(create(num_sms=sms, device_id=group.device.index), matmul)
+    except (ImportError, RuntimeError) as error:
+        refusal = str(error).splitlines()[0]
+    refusals = [reason for reason in group.exchange(refusal) if reason]  # all ranks measure the same variants
+    if refusals:
+        logs.once("green contexts", f"The matmul is measured on all visible SMs only: {refusals[0]}.")
+        return whole
+    return {**parts, **whole}
+
+
+def _inside(context: Any, matmul: Work) -> Work:
+    def run() -> None:
+        context.set_context()
+        try:
+            matmul()
+        finally:
+            context.pop_context()
+
+    return run
+
+
+# -- lanes -----------------------------------------------------------------------------------------------------------
+
+
+class _Exchange:
+    """Every rank sends to its right-hand neighbour and receives from its left-hand one."""
+
+    def __init__(self, group: Group, lane: Lane, buffer: SymmetricBuffer, source: torch.Tensor) -> None:
+        self._lane, self._buffer, self._source = lane, buffer, source
+        self._right, self._left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+
+    def __call__(self) -> None:
+        self._lane.send(self._right, self._source, self._buffer, 0, 0)
+        self._lane.receive(self._left, self._buffer, 0, self._source.numel(), 0)
+        self._lane.free(self._left, 0)
+        self._lane.flush()
+
+
+def _lane_curves(
+    group: Group, effort: Effort, lanes: dict[str, Lane], progress: Progress
+) -> dict[str, list[list[float]]]:
+    """Points of (bytes, seconds) of every lane. A lane too slow for a size is spared the larger ones."""
+    buffer, source = _memory(group.fabric, effort.sizes[-1])
+    curves: dict[str, list[list[float]]] = {name: [] for name in lanes}
+    running = dict(lanes)
+    for number, size in enumerate(effort.sizes):
+        progress(f"lanes at {size >> 10} KB", 0.15 + 0.55 * number / len(effort.sizes))
+        taken = compare(
+            {name: _Exchange(group, lane, buffer, source[:size]) for name, lane in running.items()},
+            repeats=effort.rounds,
+            warmup=1,
+            calls=max(1, min(20, (1 << 19) // size)),
+            budget_seconds=effort.size_seconds,
+            reduce_max=group.reduce_max,
+            before=group.barrier,
+        )
+        for name in list(running):
+            median = taken.estimate(name).median
+            curves[name].append([size, median])
+            if median > effort.size_seconds:  # the same on all ranks: the times are the slowest rank's
+                del running[name]
+        if not running:
+            break
+    buffer.release()
+    return curves
+
+
+def _memory(fabric: Fabric, nbytes: int) -> tuple[SymmetricBuffer, torch.Tensor]:
+    return fabric.buffer(nbytes, torch.uint8), torch.ones(nbytes, dtype=torch.uint8, device=fabric.group.device)
+
+
+# -- both at once ----------------------------------------------------------------------------------------------------
+
+
+class _Told:
+    """A clock for calls that time a part of themselves and return its seconds."""
+
+    name = "span"
+    default_calls = 1
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sampler(self, call: Callable[[], object], calls: int) -> Callable[[], float]:
+        return lambda: float(call())  # type: ignore[arg-type]
+
+
+def _interference(group: Group, effort: Effort, matmul: Work, lane: Lane) -> tuple[float, float]:
+    """How many times longer the matmul takes beside the lane, and the lane beside the matmul; 1 is not at all.
+
+    The side in question runs inside the other, which does `_COVER` times as much and starts first.
+    """
+    fabric = group.fabric
+    buffer, source = _memory(fabric, effort.message_bytes)
+    exchange = _Exchange(group, lane, buffer, source)
+    alone = compare(
+        {"matmul": matmul, "lane": exchange}, repeats=3, reduce_max=group.reduce_max, before=group.barrier, warmup=1
+    )
+    times = {name: alone.estimate(name).median for name in alone.names}
+    longest = max(_SIDE_BY_SIDE_SECONDS, *times.values())
+    count = {name: math.ceil(longest / one) for name, one in times.items()}
+    compute, communication = fabric.stream("compute"), fabric.stream("communication", priority=-1)
+
+    def span(engine: str, matmuls: int, exchanges: int) -> float:
+        recorder = Recorder(group.rank, "cpu" if group.device.type == "cpu" else "cuda")
+
+        def repeat(name: str, work: Work, times: int) -> None:
+            with recorder.event(name, engine=name):
+                for _ in range(times):
+                    work()
+
+        sides = [
+            (matmuls, compute, functools.partial(repeat, "matmul", matmul, matmuls)),
+            (exchanges, communication, functools.partial(repeat, "lane", exchange, exchanges)),
+        ]
+        used = [side for side in sides if side[0]]
+        used.sort(key=lambda side: side[2].args[0] == engine)  # the covering side first
+        for _, stream, _ in used:
+            stream.fork()
+        for _, stream, work in used:
+            stream.run(work)
+        for _, stream, _ in used:
+            stream.join()
+        return recorder.timeline().span(engine)
+
+    matmuls, exchanges = count["matmul"], count["lane"]
+    taken = compare(
+        {
+            "matmul": lambda: span("matmul", matmuls, 0),
+            "lane": lambda: span("lane", 0, exchanges),
+            "matmul beside": lambda: span("matmul", matmuls, exchanges * _COVER),
+            "lane beside": lambda: span("lane", matmuls * _COVER, exchanges),
+        },
+        clock=_Told(),
+        repeats=effort.rounds,
+        warmup=1,
+        budget_seconds=2 * effort.size_seconds,
+        reduce_max=group.reduce_max,
+        before=group.barrier,
+    )
+    buffer.release()
+    # Below 1 is noise: nothing gets faster by company.
+    return max(1.0, taken.ratio("matmul beside", "matmul").median), max(1.0, taken.ratio("lane beside", "lane").median)

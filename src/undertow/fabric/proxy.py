@@ -1,0 +1,271 @@
+"""The proxy: transfers that a kernel asks for where it has no peer pointer.
+
+A kernel posts (source, bytes, destination, signal) to a ring in pinned memory (`ring_layout`); one thread per rank
+takes the posts in order and has them moved, by `dma` or by `net`. At the destination the bytes are written first, then
+the arrival signal is advanced by one. An arrival signal has one writer, the destination's proxy, so a stream write of
+its running count is enough and no SM is needed.
+
+The kernel that posts must not overwrite its source until the receiver has told it, in whatever way, that it has read.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .. import errors
+from . import atomics, ring_layout
+from .base import Fabric, Signals, SymmetricBuffer
+from .logs import get_logger
+from .segment import Segment
+
+if TYPE_CHECKING:
+    from .group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """One descriptor: bytes of an attached buffer here to bytes of an attached buffer there."""
+
+    source_buffer: int
+    source_offset: int
+    destination_rank: int
+    destination_buffer: int
+    destination_offset: int
+    byte_count: int
+    signal_index: int
+
+
+class Drain(ABC):
+    """How the proxy moves what was posted."""
+
+    @abstractmethod
+    def start(self, post: Post) -> None:
+        """Take a post of this rank."""
+
+    @abstractmethod
+    def progress(self) -> bool:
+        """Advance what can be advanced without blocking; whether anything was."""
+
+    def close(self) -> None:  # noqa: B027 - a drain that copies at once owns nothing
+        """Stop."""
+
+
+class Proxy:
+    """A ring, the thread that drains it, and the arrival signals of this rank. Made collectively by all ranks."""
+
+    def __init__(self, fabric: Fabric, signals: int = 64, capacity: int = 256, lane: str = "dma") -> None:
+        if lane not in ("dma", "net"):
+            raise errors.InvalidArgument(argument="lane", was=repr(lane), must="'dma' or 'net'")
+        missing = fabric.lanes()[lane]
+        if missing:
+            raise errors.StrategyUnavailable(strategy=f"proxy over {lane}", reason=missing, possible="proxy over net")
+        self.group = fabric.group
+        self.capacity = capacity
+        self.signals: Signals = fabric.signals(signals)  # arrivals on this rank
+        self.buffers: dict[int, SymmetricBuffer] = {}
+        self.on_device = fabric.group.device.type == "cuda"
+        size = ring_layout.ring_bytes(capacity)
+        self._memory: Segment | torch.Tensor
+        if self.on_device:
+            self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+            self.address = self._memory.data_ptr()
+            #: counter of tickets, in device memory because not every link has atomics
+            self.head = torch.zeros(1, dtype=torch.int32, device=fabric.group.device)
+        else:
+            self._memory = Segment.create(size, "a proxy ring")
+            self.address = self._memory.address
+            self.head = torch.zeros(1, dtype=torch.int32)
+        self._taken = 0
+        self._stopping = False
+        self._drain = self._make_drain(fabric, lane)
+        self.group.barrier()
+        self._thread = threading.Thread(target=self._run, name="undertow-proxy", daemon=True)
+        self._thread.start()
+
+    def _make_drain(self, fabric: Fabric, lane: str) -> Drain:
+        if lane == "net":
+            from .net_drain import NetDrain
+
+            return NetDrain(self)
+        if self.on_device:
+            from .staged_drain import StagedDrain
+
+            return StagedDrain(self)
+        return _CopyDrain(self)
+
+    def attach(self, buffer: SymmetricBuffer) -> int:
+        """Let posts name `buffer` by a number, the same on all ranks. All ranks attach before any post names it."""
+        self.buffers[buffer.identity] = buffer
+        return buffer.identity
+
+    def ring(self) -> torch.Tensor:
+        """The ring as int64 words, for kernels."""
+        if isinstance(self._memory, Segment):
+            return self._memory.tensor(0, (ring_layout.ring_bytes(self.capacity) // 8,), torch.int64)
+        return self._memory.view(torch.int64)
+
+    def post(self, post: Post) -> None:
+        """Post from the host, by the kernel's protocol. One poster at a time."""
+        ticket = int(self.head[0])
+        self.head[0] = ticket + 1
+        tail = self.address + ring_layout.TAIL_OFFSET
+        began = time.monotonic()
+        while atomics.wait(tail, _int32(ticket - self.capacity + 1), self.group.abort_address) != atomics.ARRIVED:
+            self.group.check()
+            if time.monotonic() - began > self.group.deadline:
+                self.group.fail(self.group.why_waiting(post.destination_rank, "the proxy ring stayed full"))
+        words = self.ring()[ring_layout.descriptor_offset(ticket, self.capacity) // 8 :][: ring_layout.DESCRIPTOR_WORDS]
+        words[1:] = torch.tensor(
+            [
+                post.source_buffer,
+                post.source_offset,
+                post.destination_rank,
+                post.destination_buffer,
+                post.destination_offset,
+                post.byte_count,
+                post.signal_index,
+            ]
+        )
+        # Releases the words above: the thread acquires the low half of the ready word, which changes with every lap.
+        atomics.store(words.data_ptr(), ring_layout.ready_value(ticket))
+
+    def wait(self, index: int, count: int, sender: int | None = None) -> None:
+        """Wait until `count` transfers have arrived at signal `index` of this rank, in the order of the current stream.
+
+        On a GPU this takes one SM for as long as it waits: a stream memory operation may hold back the proxy's own
+        copies, which are enqueued later, and nothing would ever arrive.
+        """
+        if not self.on_device:
+            self.signals.wait(index, count, sender)
+            return
+        from ..kernels.signals import wait_kernel
+        from .cuda import CudaFabric
+
+        fabric = self.group.fabric
+        assert isinstance(fabric, CudaFabric)
+        word = fabric.signal_word(self.signals, index)
+        deadline = int(self.group.deadline * 1e9)
+        wait_kernel[(1,)](word, count, fabric.guard.abort, fabric.guard.error, deadline, num_warps=1)
+
+    def source(self, post: Post) -> int:
+        """Address of the posted bytes here."""
+        return self.buffers[post.source_buffer].address(self.group.rank) + post.source_offset
+
+    def destination(self, post: Post, rank: int) -> int:
+        """Address of the destination as seen from here, in the memory of `rank`."""
+        return self.buffers[post.destination_buffer].address(rank) + post.destination_offset
+
+    def close(self) -> None:
+        """Move what was posted so far, then stop. Collective: a peer may still be sending to this rank."""
+        if self._stopping:
+            return
+        if not self.group.failed:
+            self.group.barrier()
+        self._stopping = True
+        while self._thread.is_alive() and not self.group.failed:  # it may be sending to a rank that is lost
+            self._thread.join(0.05)
+        self._drain.close()
+        self.signals.release()
+
+    # -- the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        if self.on_device:
+            from . import stream_memory
+
+            torch.cuda.set_device(self.group.device)
+            stream_memory.allow_other_captures()
+        word, value = np.zeros(1, dtype=np.uintp), np.zeros(1, dtype=np.int32)
+        idle_since = time.monotonic()
+        try:
+            while True:
+                word[0] = self.address + ring_layout.descriptor_offset(self._taken, self.capacity)
+                value[0] = ring_layout.ready_value(self._taken)
+                busy = False
+                if atomics.load(int(word[0])) == int(value[0]):
+                    self._drain.start(self._take())
+                    busy = True
+                busy = self._drain.progress() or busy
+                if busy:
+                    idle_since = time.monotonic()
+                elif self._stopping or self.group.failed:
+                    return
+                elif time.monotonic() - idle_since > 0.002:
+                    time.sleep(0.0001)  # nothing for a while: give the core away
+        except errors.UndertowError as error:
+            self.group.fail(error)
+        except Exception as error:  # a dead proxy is a hang for every rank: whatever it was, the group hears of it
+            get_logger().exception("The proxy failed")
+            self.group.fail(errors.UndertowError(reason=f"The proxy failed: {type(error).__name__}: {error}"))
+
+    def _take(self) -> Post:
+        """Read the descriptor of the next ticket (acquired by the caller) and give its place back."""
+        start = ring_layout.descriptor_offset(self._taken, self.capacity) // 8
+        words = [int(one) for one in self.ring()[start : start + ring_layout.DESCRIPTOR_WORDS]]
+        post = Post(*words[1:])
+        self._taken += 1
+        # Releases the reads above: the place may be filled again by whoever acquires the tail.
+        atomics.store(self.address + ring_layout.TAIL_OFFSET, _int32(self._taken))
+        self._check(post)
+        return post
+
+    def _check(self, post: Post) -> None:
+        """A descriptor is data from a kernel: a wrong one must not become a write to a wrong place."""
+        for name, number, offset in (
+            ("source", post.source_buffer, post.source_offset),
+            ("destination", post.destination_buffer, post.destination_offset),
+        ):
+            buffer = self.buffers.get(number)
+            if buffer is None:
+                raise errors.InvalidArgument(argument=f"{name} buffer", was=number, must="attached to the proxy")
+            if offset < 0 or post.byte_count < 0 or offset + post.byte_count > buffer.nbytes:
+                was = f"[{offset}, {offset + post.byte_count})"
+                raise errors.InvalidArgument(argument=f"{name} range", was=was, must=f"inside {buffer.nbytes} bytes")
+        if not 0 <= post.destination_rank < self.group.size:
+            must = f"between 0 and {self.group.size - 1}"
+            raise errors.InvalidArgument(argument="destination rank", was=post.destination_rank, must=must)
+        if post.signal_index != ring_layout.NO_SIGNAL and not 0 <= post.signal_index < self.signals.count:
+            must = f"between 0 and {self.signals.count - 1}"
+            raise errors.InvalidArgument(argument="signal index", was=post.signal_index, must=must)
+
+
+class _CopyDrain(Drain):
+    """CPU: the destination is mapped here, so the proxy thread copies and signals at once."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+
+    def start(self, post: Post) -> None:
+        proxy = self._proxy
+        atomics.copy(proxy.destination(post, post.destination_rank), proxy.source(post), post.byte_count)
+        if post.signal_index != ring_layout.NO_SIGNAL:
+            proxy.signals.add(post.destination_rank, post.signal_index)  # releases the copy
+
+    def progress(self) -> bool:
+        return False
+
+
+class Arrivals:
+    """The running count of each arrival signal on this rank: its proxy is the only writer."""
+
+    def __init__(self, group: Group, signals: Signals) -> None:
+        self._rank = group.rank
+        self._signals = signals
+        self._counts = [0] * signals.count
+
+    def next(self, index: int) -> tuple[int, int]:
+        """Address of the signal and the value that says one more has arrived."""
+        self._counts[index] += 1
+        return self._signals.address(self._rank, index), _int32(self._counts[index])
+
+
+def _int32(value: int) -> int:
+    """`value` wrapped to a signed 32-bit integer."""
+    return ((value + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)

@@ -1,0 +1,110 @@
+"""The proxy's `dma` path: out of this GPU by copy engine, through pinned host memory, into the other by its proxy.
+
+For every (sender, receiver) a ring of chunks in one shared segment. A chunk's header holds the descriptor; its `full`
+word holds the chunk's number, written by the sender's stream after the copy out; the receiver's stream writes the
+number to the pair's `consumed` word after the copy in. Numbers are cyclic and live in the two proxy threads.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import atomics, ring_layout, stream_memory
+from .pinned import PinnedSegment
+from .proxy import Arrivals, Drain, Post, _int32
+from .segment import PAGE
+
+if TYPE_CHECKING:
+    from .proxy import Proxy
+
+CHUNK = 512 << 10
+SLOTS = 4
+_PLACE = PAGE + CHUNK  # a page with the full word and, from byte 128 on, the descriptor; then the bytes
+_FIELDS = 5  # destination buffer, destination offset, bytes of this chunk, signal index, whether it is the last
+
+
+class StagedDrain(Drain):
+    """Two streams per rank, out and in; the host never waits for either."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        group = proxy.group
+        self._proxy = proxy
+        self._rank, self._size = group.rank, group.size
+        total = self._size * self._size * (SLOTS * _PLACE + PAGE)
+        self._ring = PinnedSegment(group, total, "the staging rings of a proxy")
+        self._out = stream_memory.new_stream(group.device, priority=-1)
+        self._in = stream_memory.new_stream(group.device, priority=-1)
+        self._arrivals = Arrivals(group, proxy.signals)
+        self._waiting: deque[tuple[Post, int]] = deque()  # a post and how many of its bytes have left
+        self._sent = [0] * self._size
+        self._received = [0] * self._size
+
+    def start(self, post: Post) -> None:
+        self._waiting.append((post, 0))
+
+    def progress(self) -> bool:
+        busy = self._send_one()
+        for sender in range(self._size):
+            busy = self._receive_one(sender) or busy
+        return busy
+
+    def _pair(self, sender: int, receiver: int) -> int:
+        """Address of a pair's memory: one page with the consumed word, then its chunks."""
+        return self._ring.address + (sender * self._size + receiver) * (SLOTS * _PLACE + PAGE)
+
+    def _place(self, sender: int, receiver: int, number: int) -> int:
+        return self._pair(sender, receiver) + PAGE + (number % SLOTS) * _PLACE
+
+    def _header(self, place: int) -> torch.Tensor:
+        offset = place - self._ring.address + 128
+        return self._ring.segment.tensor(offset, (_FIELDS,), torch.int64)
+
+    def _send_one(self) -> bool:
+        if not self._waiting:
+            return False
+        post, done = self._waiting[0]
+        to = post.destination_rank
+        number = self._sent[to] + 1
+        # Acquires the receiver's reading of the chunk that was here SLOTS numbers ago.
+        consumed = atomics.load(self._pair(self._rank, to))
+        if _int32(number - consumed) > SLOTS:
+            return False
+        size = min(CHUNK, post.byte_count - done)
+        last = done + size == post.byte_count
+        place = self._place(self._rank, to, number)
+        fields = [post.destination_buffer, post.destination_offset + done, size, post.signal_index, int(last)]
+        self._header(place)[:] = torch.tensor(fields)
+        stream = self._out.cuda_stream
+        if size:
+            stream_memory.to_host(stream, place + PAGE, self._proxy.source(post) + done, size)
+        stream_memory.write(stream, place, _int32(number))  # releases the copy; the header was stored before
+        self._sent[to] = number
+        if last:
+            self._waiting.popleft()
+        else:
+            self._waiting[0] = (post, done + size)
+        return True
+
+    def _receive_one(self, sender: int) -> bool:
+        number = self._received[sender] + 1
+        place = self._place(sender, self._rank, number)
+        if atomics.load(place) != _int32(number):  # acquires header and bytes
+            return False
+        buffer, offset, size, signal, last = (int(one) for one in self._header(place))
+        stream = self._in.cuda_stream
+        if size:
+            address = self._proxy.buffers[buffer].address(self._rank) + offset
+            stream_memory.to_device(stream, address, place + PAGE, size)
+        if last and signal != ring_layout.NO_SIGNAL:
+            stream_memory.write(stream, *self._arrivals.next(signal))
+        stream_memory.write(stream, self._pair(sender, self._rank), _int32(number))
+        self._received[sender] = number
+        return True
+
+    def close(self) -> None:
+        self._out.synchronize()
+        self._in.synchronize()
+        self._ring.close()

@@ -1,0 +1,148 @@
+"""Driver calls that torch has no names for: stream memory operations, pinned registration, copies by address.
+
+Ordering, from the driver's documentation: `write` is preceded by a system-wide fence (what the stream did before is
+visible to whoever sees the value); `wait` is followed by one (what comes after sees what was released).
+
+Called through ctypes: a staged transfer makes eight such calls per chunk, and this is the cheapest way there is from
+Python (about a microsecond, without the GIL).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from typing import Any
+
+import torch
+
+from .. import errors
+
+_AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: int32(seen - value) >= 0, cyclic as ours
+_PORTABLE_AND_MAPPED = 1 | 2
+_NON_BLOCKING = 1
+_CAPTURE_MODE_RELAXED = 2
+_NOT_READY = 600
+_LOST = frozenset(
+    {
+        700,  # illegal address
+        709,  # context is destroyed
+        710,  # device assert
+        714,  # hardware stack error
+        715,  # illegal instruction
+        717,  # invalid address space
+        718,  # invalid program counter
+        719,  # launch failed
+        805,  # MPS connection failed
+        806,  # MPS remote procedure call failed
+        809,  # MPS client terminated
+        999,  # unknown
+    }
+)
+
+
+def _declare() -> dict[str, Any]:
+    """The driver's functions with their argument types; a wrong one would be a wrong address."""
+    library = ctypes.CDLL("libcuda.so.1")
+    signatures: dict[str, list[Any]] = {
+        "cuStreamWriteValue32_v2": [c_void_p, c_uint64, c_uint32, c_uint32],
+        "cuStreamWaitValue32_v2": [c_void_p, c_uint64, c_uint32, c_uint32],
+        "cuMemHostRegister_v2": [c_void_p, c_size_t, c_uint32],
+        "cuMemHostUnregister": [c_void_p],
+        "cuMemcpyDtoHAsync_v2": [c_void_p, c_uint64, c_size_t, c_void_p],
+        "cuMemcpyHtoDAsync_v2": [c_uint64, c_void_p, c_size_t, c_void_p],
+        "cuStreamQuery": [c_void_p],
+        "cuStreamCreateWithPriority": [ctypes.POINTER(c_void_p), c_uint32, c_int],
+        "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(c_int)],
+        "cuGetErrorName": [c_int, ctypes.POINTER(ctypes.c_char_p)],
+    }
+    functions = {}
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int
+        functions[name] = function
+    return functions
+
+
+_driver = _declare()
+_write, _wait = _driver["cuStreamWriteValue32_v2"], _driver["cuStreamWaitValue32_v2"]
+_to_host, _to_device = _driver["cuMemcpyDtoHAsync_v2"], _driver["cuMemcpyHtoDAsync_v2"]
+
+
+def _check(code: int, rank: int | str = "unknown") -> None:
+    """Raise the error of a driver call: `DeviceLost` where the context is gone."""
+    if code == 0:
+        return
+    name = ctypes.c_char_p()
+    _driver["cuGetErrorName"](code, ctypes.byref(name))
+    text = name.value.decode() if name.value else str(code)
+    if code in _LOST:
+        raise errors.DeviceLost(rank=rank, reason=text)
+    raise errors.UndertowError(reason=f"The CUDA driver refused a call: {text}.")
+
+
+def current_stream(device: torch.device) -> int:
+    """Handle of the current stream, without making an object for it."""
+    return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return,attr-defined,unused-ignore]
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
+    """A stream of its own, not one of torch's pool.
+
+    Streams share a few hardware queues, and a stream that waits for a word blocks whatever is behind it in its queue.
+    The pool makes 32 streams at once; two of those that wait for each other's work would often share a queue.
+    """
+    torch.cuda.synchronize(device)  # the driver needs torch's context, current on this thread
+    handle = c_void_p()
+    _check(_driver["cuStreamCreateWithPriority"](ctypes.byref(handle), _NON_BLOCKING, priority))
+    return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
+
+
+def write(stream: int, address: int, value: int) -> None:
+    """Set the word at `address` when `stream` gets there. Releases what the stream did before."""
+    code = _write(stream, address, value & 0xFFFFFFFF, 0)
+    if code:
+        _check(code)
+
+
+def wait(stream: int, address: int, target: int) -> None:
+    """Hold `stream` until the word at `address` reaches `target`. Acquires. Occupies no SM."""
+    code = _wait(stream, address, target & 0xFFFFFFFF, _AT_LEAST)
+    if code:
+        _check(code)
+
+
+def to_host(stream: int, host: int, device: int, size: int) -> None:
+    """Copy by a copy engine, device to host, in the order of `stream`."""
+    code = _to_host(host, device, size, stream)
+    if code:
+        _check(code)
+
+
+def to_device(stream: int, device: int, host: int, size: int) -> None:
+    """Copy by a copy engine, host to device, in the order of `stream`."""
+    code = _to_device(device, host, size, stream)
+    if code:
+        _check(code)
+
+
+def register(address: int, size: int) -> None:
+    """Pin host memory of any origin and map it into the device, at the same address."""
+    _check(_driver["cuMemHostRegister_v2"](address, size, _PORTABLE_AND_MAPPED))
+
+
+def unregister(address: int) -> None:
+    _check(_driver["cuMemHostUnregister"](address))
+
+
+def query(stream: int, rank: int) -> bool:
+    """Whether `stream` is idle; raises `DeviceLost` if the context is gone."""
+    code = _driver["cuStreamQuery"](stream)
+    if code == _NOT_READY:
+        return False
+    _check(code, rank)
+    return True
+
+
+def allow_other_captures() -> None:
+    """Let this thread make calls while another thread captures a graph; the capture is not ours to break."""
+    _check(_driver["cuThreadExchangeStreamCaptureMode"](ctypes.byref(c_int(_CAPTURE_MODE_RELAXED))))

@@ -1,0 +1,366 @@
+"""What ran when, measured or simulated, in one event format that Perfetto opens.
+
+Times are nanoseconds of the node's monotonic clock (`time.perf_counter_ns` is CLOCK_MONOTONIC on Linux), which all
+processes of a node share, so the rows of different ranks line up without any correction. Events of a GPU are pairs of
+CUDA events on the stream the work is enqueued on; they are placed on the same clock through an *anchor*, a CUDA event
+whose host time is known.
+
+The library marks its work with the module's `event(...)`. Without a current recorder that is one attribute check.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from ..errors import InvalidArgument
+
+_cuda: Any = torch.cuda  # parts of it carry no types, which strict checking would refuse to call
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One piece of work: `engine` (compute, a lane, a copy engine, host) of `rank` was busy with it."""
+
+    name: str
+    rank: int
+    engine: str
+    start_ns: int
+    duration_ns: int
+    category: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def end_ns(self) -> int:
+        return self.start_ns + self.duration_ns
+
+
+class Timeline:
+    """Events of any number of ranks."""
+
+    def __init__(self, events: Iterable[Event] = (), environment: Mapping[str, Any] | None = None) -> None:
+        self.events: list[Event] = list(events)
+        self.environment: dict[str, Any] = dict(environment or {})
+
+    def __len__(self) -> int:
+        return len(self.events)
+
+    def add(self, event: Event) -> None:
+        self.events.append(event)
+
+    def merge(self, others: Iterable[Timeline]) -> Timeline:
+        """Take in the events of other ranks' timelines; gives itself back. Its own environment wins."""
+        for other in others:
+            self.events.extend(other.events)
+            self.environment = other.environment | self.environment
+        return self
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({event.rank for event in self.events})
+
+    @property
+    def engines(self) -> list[str]:
+        """Engines in order of first use, which is how their rows are sorted."""
+        return list(dict.fromkeys(event.engine for event in sorted(self.events, key=lambda event: event.start_ns)))
+
+    def span(self, engine: str, rank: int | None = None) -> float:
+        """Seconds from the first start to the last end on `engine`, of one rank or of all."""
+        found = self._select(engine, rank)
+        if not found:
+            return 0.0
+        return (max(event.end_ns for event in found) - min(event.start_ns for event in found)) * 1e-9
+
+    def busy(self, engine: str, rank: int | None = None) -> float:
+        """Seconds during which `engine` had work; summed over ranks unless one is named."""
+        ranks = self.ranks if rank is None else [rank]
+        return sum(end - start for each in ranks for start, end in self._busy_intervals(engine, each)) * 1e-9
+
+    def overlap(self, engine_a: str, engine_b: str, rank: int | None = None) -> float:
+        """Seconds during which both engines of a rank had work; summed over ranks unless one is named."""
+        total = 0
+        for each in self.ranks if rank is None else [rank]:
+            total += _common(self._busy_intervals(engine_a, each), self._busy_intervals(engine_b, each))
+        return total * 1e-9
+
+    def to_chrome(self) -> dict[str, Any]:
+        """The trace as Chrome's and Perfetto's JSON: a rank is a process row, an engine a thread row.
+
+        Timestamps count from the earliest event, for a double keeps no nanoseconds beside a machine's uptime in
+        microseconds; `origin_ns` among the other data restores them.
+        """
+        origin = min((event.start_ns for event in self.events), default=0)
+        rows = {engine: row for row, engine in enumerate(self.engines)}
+        trace: list[dict[str, Any]] = []
+        for rank in self.ranks:
+            trace.append(_label("process_name", rank, 0, {"name": f"rank {rank}"}))
+            trace.append(_label("process_sort_index", rank, 0, {"sort_index": rank}))
+            for engine, row in rows.items():
+                if any(event.rank == rank and event.engine == engine for event in self.events):
+                    trace.append(_label("thread_name", rank, row, {"name": engine}))
+                    trace.append(_label("thread_sort_index", rank, row, {"sort_index": row}))
+        for event in sorted(self.events, key=lambda event: (event.start_ns, event.rank)):
+            trace.append(
+                {
+                    "name": event.name,
+                    "cat": event.category or event.engine,
+                    "ph": "X",
+                    "ts": (event.start_ns - origin) / 1000,
+                    "dur": event.duration_ns / 1000,
+                    "pid": event.rank,
+                    "tid": rows[event.engine],
+                    "args": event.details,
+                }
+            )
+        other = {"format": "undertow timeline 1", "origin_ns": origin, "environment": self.environment}
+        return {"traceEvents": trace, "displayTimeUnit": "ns", "otherData": other}
+
+    @classmethod
+    def from_chrome(cls, data: Mapping[str, Any]) -> Timeline:
+        """Read what `to_chrome` wrote, or any trace of complete events with named threads."""
+        other = data.get("otherData", {})
+        origin = int(other.get("origin_ns", 0))
+        entries = data["traceEvents"]
+        named = {(e["pid"], e["tid"]): e["args"]["name"] for e in entries if e["name"] == "thread_name"}
+        timeline = cls(environment=other.get("environment", {}))
+        for entry in entries:
+            if entry["ph"] != "X":
+                continue
+            engine = named.get((entry["pid"], entry["tid"]), str(entry["tid"]))
+            category = entry.get("cat", "")
+            timeline.add(
+                Event(
+                    name=entry["name"],
+                    rank=int(entry["pid"]),
+                    engine=engine,
+                    start_ns=origin + round(entry["ts"] * 1000),
+                    duration_ns=round(entry["dur"] * 1000),
+                    category="" if category == engine else category,
+                    details=dict(entry.get("args", {})),
+                )
+            )
+        return timeline
+
+    def save(self, path: str | Path) -> None:
+        """Write the Chrome trace to `path`, making its folder if needed."""
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(self.to_chrome(), default=str) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        return cls.from_chrome(json.loads(Path(path).read_text()))
+
+    def _select(self, engine: str, rank: int | None) -> list[Event]:
+        return [event for event in self.events if event.engine == engine and rank in (None, event.rank)]
+
+    def _busy_intervals(self, engine: str, rank: int) -> list[tuple[int, int]]:
+        """Disjoint intervals in order, so that work counted twice by nested events is counted once."""
+        merged: list[tuple[int, int]] = []
+        for event in sorted(self._select(engine, rank), key=lambda event: event.start_ns):
+            if merged and event.start_ns <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], event.end_ns))
+            else:
+                merged.append((event.start_ns, event.end_ns))
+        return merged
+
+
+def _label(kind: str, rank: int, row: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": rank, "tid": row, "args": args}
+
+
+def _common(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> int:
+    """Nanoseconds that two ordered lists of disjoint intervals share."""
+    total, i, j = 0, 0, 0
+    while i < len(first) and j < len(second):
+        total += max(0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
+
+
+class Recorder:
+    """Collects the events of one rank, from any thread.
+
+    `device` is "cpu" (host times), "cuda" (times on the stream, and NVTX ranges so that Nsight shows the same names),
+    or "auto": cuda if this process already uses it.
+    """
+
+    def __init__(self, rank: int | None = None, device: Literal["auto", "cpu", "cuda"] = "auto") -> None:
+        if device not in ("auto", "cpu", "cuda"):
+            raise InvalidArgument(argument="device", was=repr(device), must="'auto', 'cpu' or 'cuda'")
+        self.rank = int(os.environ.get("RANK", "0")) if rank is None else rank
+        self.on = True
+        self._cuda = device == "cuda" or (device == "auto" and _cuda.is_initialized())
+        self._events: list[Event] = []
+        self._pending: list[_DeviceSpan] = []
+        self._anchors: dict[int, _Anchor] = {}
+        self._lock = threading.Lock()
+        if self._cuda:
+            self._anchor()
+
+    def event(
+        self, name: str, *, engine: str, category: str = "", host: bool = False, **details: Any
+    ) -> AbstractContextManager[object]:
+        """Record the work enqueued (CUDA) or done (CPU, or `host=True`) inside the `with` block."""
+        if not self.on:
+            return _NOTHING
+        if not self._cuda or host:
+            return _HostSpan(self, name, engine, category, details)
+        return _DeviceSpan(self, name, engine, category, details)
+
+    def add(self, event: Event) -> None:
+        """Take an event that was measured elsewhere, such as by a helper thread with its own stamps."""
+        with self._lock:
+            self._events.append(event)
+
+    def timeline(self, environment: Mapping[str, Any] | None = None) -> Timeline:
+        """Everything recorded so far, by start. Waits for the recorded device work to end."""
+        with self._lock:
+            pending, self._pending = self._pending, []
+        for span in pending:
+            self.add(span.resolve())
+        with self._lock:
+            return Timeline(sorted(self._events, key=lambda event: event.start_ns), environment)
+
+    def _anchor(self) -> _Anchor:
+        """The anchor of the current device, made at its first use."""
+        device = torch.cuda.current_device()
+        with self._lock:
+            if device not in self._anchors:
+                self._anchors[device] = _Anchor()
+            return self._anchors[device]
+
+    def _keep(self, span: _DeviceSpan) -> None:
+        with self._lock:
+            self._pending.append(span)
+
+
+class _HostSpan:
+    """Host time of a block."""
+
+    __slots__ = ("_about", "_recorder", "_start")
+
+    def __init__(self, recorder: Recorder, name: str, engine: str, category: str, details: dict[str, Any]) -> None:
+        self._recorder = recorder
+        self._about = (name, engine, category, details)
+        self._start = 0
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter_ns()
+
+    def __exit__(self, *_: object) -> None:
+        duration = time.perf_counter_ns() - self._start
+        name, engine, category, details = self._about
+        self._recorder.add(Event(name, self._recorder.rank, engine, self._start, duration, category, details))
+
+
+class _DeviceSpan:
+    """Device time of what a block enqueues on the stream that is current at its entry.
+
+    Inside a graph capture there is only the NVTX range: a captured event holds no time of its own.
+    """
+
+    __slots__ = ("_about", "_anchor", "_end", "_recorder", "_start", "_stream")
+
+    def __init__(self, recorder: Recorder, name: str, engine: str, category: str, details: dict[str, Any]) -> None:
+        self._recorder = recorder
+        self._about = (name, engine, category, details)
+        self._stream: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> None:
+        _cuda.nvtx.range_push(self._about[0])
+        if torch.cuda.is_current_stream_capturing():
+            return
+        self._anchor = self._recorder._anchor()
+        self._stream = torch.cuda.current_stream()
+        self._start = _cuda.Event(enable_timing=True)
+        self._end = _cuda.Event(enable_timing=True)
+        self._start.record(self._stream)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._stream is not None and kind is None:
+            self._end.record(self._stream)
+            self._recorder._keep(self)
+        _cuda.nvtx.range_pop()
+
+    def resolve(self) -> Event:
+        self._end.synchronize()
+        name, engine, category, details = self._about
+        start = self._anchor.host_ns + round(self._anchor.mark.elapsed_time(self._start) * 1e6)
+        duration = round(self._start.elapsed_time(self._end) * 1e6)
+        return Event(name, self._recorder.rank, engine, start, duration, category, details)
+
+
+class _Anchor:
+    """A CUDA event of the current device whose host time is known, to within half of the shortest of a few tries."""
+
+    def __init__(self, tries: int = 5) -> None:
+        shortest = None
+        for _ in range(tries):
+            torch.cuda.synchronize()
+            mark = _cuda.Event(enable_timing=True)
+            before = time.perf_counter_ns()
+            mark.record()
+            mark.synchronize()
+            after = time.perf_counter_ns()
+            if shortest is None or after - before < shortest:
+                shortest = after - before
+                self.mark, self.host_ns = mark, (before + after) // 2
+
+
+_NOTHING: AbstractContextManager[object] = nullcontext()
+_active: list[Recorder] = []
+_active_lock = threading.Lock()
+_current: Recorder | None = None  # process-wide, not a context variable: worker threads must see it too
+
+
+@contextmanager
+def recording(recorder: Recorder | None = None) -> Iterator[Recorder]:
+    """Make `recorder` (or a new one) the current one of the whole process; inside another recording it takes over."""
+    recorder = recorder or Recorder()
+    recorder.on = True
+    _switch(recorder, add=True)
+    try:
+        yield recorder
+    finally:
+        recorder.on = False
+        _switch(recorder, add=False)
+
+
+def _switch(recorder: Recorder, *, add: bool) -> None:
+    global _current
+    with _active_lock:
+        if add:
+            _active.append(recorder)
+        else:
+            _active.remove(recorder)
+        _current = _active[-1] if _active else None
+
+
+def current() -> Recorder | None:
+    """The recorder in force, for code that wants to spare itself the making of details."""
+    return _current
+
+
+def event(
+    name: str, engine: str, *, category: str = "", host: bool = False, **details: Any
+) -> AbstractContextManager[object]:
+    """Mark a block of work for the current recorder; without one, do nothing."""
+    recorder = _current
+    if recorder is None:
+        return _NOTHING
+    return recorder.event(name, engine=engine, category=category, host=host, **details)

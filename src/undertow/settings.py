@@ -1,0 +1,40 @@
+"""Every `UNDERTOW_*` environment variable, in one table. `docs/settings.md` is checked against it by a test."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One environment variable: its name, the value used when it is unset, and what it does."""
+
+    name: str
+    default: str
+    meaning: str
+
+    def get(self) -> str:
+        return os.environ.get(self.name, self.default)
+
+    def is_on(self) -> bool:
+        return self.get().strip().lower() not in ("", "0", "no", "off", "false")
+
+
+NODE = Setting("UNDERTOW_NODE", "", "Name of this rank's node; ranks with equal names share memory. Unset: found out.")
+DEADLINE = Setting("UNDERTOW_DEADLINE", "60", "Seconds after which a wait for another rank is an error.")
+CHECK = Setting("UNDERTOW_CHECK", "0", "1: compare operator, shapes and dtypes across ranks before every call.")
+DMA_PACE = Setting("UNDERTOW_DMA_PACE", "", "Emulated speed of the CPU dma lane, such as `1GB/s,20us`. Unset: unpaced.")
+FLIGHT_DIR = Setting(
+    "UNDERTOW_FLIGHT_DIR", "", "Folder of flight records. Unset: `undertow/flight` in the user's cache."
+)
+FLIGHT_RING = Setting("UNDERTOW_FLIGHT_RING", "", "Set by the launcher: where this rank records its calls.")
+LOG = Setting("UNDERTOW_LOG", "WARNING", "Level of the `undertow` logger.")
+CACHE_DIR = Setting("UNDERTOW_CACHE_DIR", "", "Folder of plans and machine files. Unset: the user's cache folder.")
+MPS = Setting("UNDERTOW_MPS", "auto", "`auto`, `off` (time slicing), or `require` (refuse without MPS).")
+DEVICE = Setting(
+    "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."
+)
+DEVICE_INDEX = Setting("UNDERTOW_DEVICE_INDEX", "", "Index of a rank's GPU; the launcher sets it. Unset: `LOCAL_RANK`.")
+
+ALL: tuple[Setting, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Setting))

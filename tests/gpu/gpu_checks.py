@@ -1,0 +1,162 @@
+"""Checks that only make sense on a GPU: captured graphs, in-kernel signals, aborted streams. Run inside ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import fabric_suite
+import torch
+from fabric_suite import integers, settle
+
+import undertow as ut
+from undertow import errors
+
+REPLAYS = 1000
+SCALES = (1, -1, 2, -2, 3)
+
+
+def _replay(
+    group: ut.Group, name: str, x: torch.Tensor, y: torch.Tensor, run: Callable[[], None], want: torch.Tensor
+) -> None:
+    """Capture `run`, replay it with new inputs, a rank delayed now and then; all results are compared on the device."""
+    base = x.clone()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            run()  # warm: workspaces and kernels exist before the capture
+    torch.cuda.current_stream().wait_stream(side)
+    settle(group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    settle(group)
+    wrong = torch.zeros((), dtype=torch.int64, device=group.device)
+    for step in range(REPLAYS):
+        scale = SCALES[step % len(SCALES)]
+        torch.mul(base, scale, out=x)
+        y.fill_(float("nan"))
+        if step % 100 == 50 and group.rank == step // 100 % group.size:
+            time.sleep(0.01)  # the host of one rank is late
+        if step % 100 == 0 and group.rank == (step // 100 + 1) % group.size:
+            torch.cuda._sleep(5_000_000)  # the device of one rank is late
+        graph.replay()
+        wrong += (y != want * scale).sum()
+    assert int(wrong) == 0, f"{name}: {int(wrong)} wrong elements"
+
+
+def run(names: list[str]) -> list[str]:
+    """As in the suite, in a process that knows the checks of this file too."""
+    return fabric_suite.run(names)
+
+
+@fabric_suite.check
+def captured_operators_replay(group: ut.Group) -> None:
+    device = group.device
+    xs = [integers((96, 40), rank, torch.float32, device) for rank in range(group.size)]
+    ws = [integers((40, 72), 9 + rank, torch.float32, device) for rank in range(group.size)]
+    want = sum(x @ w for x, w in zip(xs, ws, strict=True))
+    for strategy in ("serial:peer", "serial:dma", "chunked:peer", "chunked:dma"):
+        x, w = xs[group.rank].clone(), ws[group.rank]
+        y = torch.empty(96, 72, device=device)
+
+        def run(x: torch.Tensor = x, w: torch.Tensor = w, y: torch.Tensor = y, strategy: str = strategy) -> None:
+            ut.matmul_all_reduce(x, w, group=group, strategy=strategy, out=y)
+
+        _replay(group, strategy, x, y, run, want)
+
+
+@fabric_suite.check
+def captured_handoffs_replay(group: ut.Group) -> None:
+    pairs = group.fabric.handoffs(1)
+    box = group.fabric.buffer((4096,), torch.float32)
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    x = torch.arange(1, 4097, dtype=torch.float32, device=group.device) + group.rank
+    y = torch.empty_like(x)
+
+    def run() -> None:
+        pairs.claim(right, 0)
+        box.peer(right).copy_(x)
+        pairs.deliver(right, 0)
+        pairs.accept(left, 0)
+        y.copy_(box.local)
+        pairs.free(left, 0)
+
+    _replay(group, "hand-off", x, y, run, torch.arange(1, 4097, dtype=torch.float32, device=group.device) + left)
+
+
+@fabric_suite.check
+def captured_kernels_with_epochs_replay(group: ut.Group) -> None:
+    """In-kernel waits: both ends count their calls in device memory."""
+    from undertow.kernels import move
+
+    guard = group.fabric.guard
+    words = group.fabric.buffer((64,), torch.int32)  # [0]: full, [32]: acknowledged
+    box = group.fabric.buffer((10007,), torch.float32)
+    own = torch.zeros(4, dtype=torch.int32, device=group.device)  # epochs and tickets of both ends
+    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    x = torch.arange(1, 10008, dtype=torch.float32, device=group.device) + group.rank
+    y = torch.empty_like(x)
+    shared = {"abort": guard.abort, "error": guard.error, "deadline_ns": 20_000_000_000}
+
+    def run() -> None:
+        full, acknowledged = words.peer(right)[0:1], words.local[32:33]
+        move.wait_and_copy(
+            box.peer(right), x, 2, ready=acknowledged, done=full, epoch=own[0:1], ticket=own[1:2], ahead=0, **shared
+        )
+        full, acknowledged = words.local[0:1], words.peer(left)[32:33]
+        move.wait_and_copy(
+            y, box.local, 2, ready=full, done=acknowledged, epoch=own[2:3], ticket=own[3:4], ahead=1, **shared
+        )
+
+    _replay(group, "epochs", x, y, run, torch.arange(1, 10008, dtype=torch.float32, device=group.device) + left)
+    assert int(guard.error[0]) == 0
+
+
+@fabric_suite.check
+def copy_lane_works_where_peers_exist(group: ut.Group) -> None:
+    """The lane for GPUs with peer access. Here both ends are one card, so only its correctness is shown."""
+    from undertow.fabric.cuda_lanes import CopyLane
+
+    lane = CopyLane(group.fabric)
+    buffer = group.fabric.buffer((group.size, 5003), torch.float32)
+    for step in range(5):
+        mine = integers((5003,), group.rank + step, torch.float32, group.device)
+        for offset in range(1, group.size):
+            lane.send((group.rank + offset) % group.size, mine, buffer, group.rank * 5003, 0)
+        for offset in range(1, group.size):
+            peer = (group.rank - offset) % group.size
+            got = lane.receive(peer, buffer, peer * 5003, 5003, 0)
+            assert torch.equal(got, integers((5003,), peer + step, torch.float32, group.device))
+            lane.free(peer, 0)
+        lane.flush()
+
+
+def abandoned(deadline_only: bool, strategies: tuple[str, str] = ("serial:peer", "chunked:dma")) -> str:
+    """The last rank dies, or merely does not come; the others wait in a stream and must all raise."""
+    group = ut.init()
+    x = torch.ones(64, 64, device=group.device)
+    for strategy in strategies:
+        ut.matmul_all_reduce(x, x, strategy=strategy)
+    settle(group)
+    if deadline_only:
+        group.deadline = 4.0  # only now: the first calls compile
+    if group.rank == group.size - 1:
+        if deadline_only:
+            time.sleep(8)
+            return "slept"
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    y = ut.matmul_all_reduce(x, x, strategy=strategies[group.rank % 2])
+    torch.cuda.synchronize()  # released by the watchdog
+    assert time.monotonic() - began < 15
+    assert bool(torch.isnan(y).all()), "the output of an aborted call was not poisoned"
+    try:
+        ut.matmul_all_reduce(x, x)
+    except (errors.RankLost, errors.MismatchedCall) as error:
+        return f"{type(error).__name__} after {time.monotonic() - began:.1f} s: {error}"
+    raise AssertionError("nobody noticed")
