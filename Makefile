@@ -31,7 +31,7 @@ gpu-bench:
 	PYTHONPATH=src $(PYTHON) bench/gpu_fabric.py
 
 wheel-check: $(VENV)/.ready-dev
-	$(BIN)/python tests/wheel_check.py
+	$(BIN)/python -m pytest tests/test_package.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info

@@ -34,9 +34,10 @@ def _flight_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _nothing_leaked() -> object:
     """Shared names and this process's descriptors are after a test what they were before."""
     ut.launch(os.getpid, 1, device="cpu")  # starts what stays: the process that forks ranks
+    gc.collect()  # an exception holds the frames of its launch, and they the store
     before = set(Path("/dev/shm").iterdir()), len(os.listdir("/proc/self/fd"))
     yield
-    gc.collect()  # an exception holds the frames of its launch, and they the store
+    gc.collect()
     assert (set(Path("/dev/shm").iterdir()), len(os.listdir("/proc/self/fd"))) == before
 
 

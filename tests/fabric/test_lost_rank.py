@@ -290,6 +290,7 @@ def test_survivors_under_torchrun_raise_and_end_by_themselves(
         when, sentence = lost(folder, rank)
         assert when - killer.time < LIMIT
         assert sentence == f"Rank 1 of group 0 is lost: its process {killer.pid} died."
+    assert "terminate called" not in output, output  # no thread of ours may touch torch after the interpreter's end
     assert ("undertow.errors.RankLost: Rank 1 of group 0 is lost" in output) == (ending == "uncaught"), output
     traces.assert_none()
 

@@ -222,6 +222,9 @@ class Lane(ABC):
     def free(self, peer: int, slot: int) -> None:
         """I have read what `peer` sent to `slot`."""
 
+    def limit(self, ctas: int | None) -> None:  # noqa: B027 - most lanes take no SM
+        """Let copies take so many CTAs from now on; None for the lane's own choice."""
+
     def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
         """All of these messages; the views that hold what came in. Lanes that can interleave them do."""
         for one in outgoing:
@@ -381,7 +384,11 @@ class Fabric(ABC):
 
     @abstractmethod
     def stream(self, name: str, priority: int = 0) -> Stream:
-        """The stream of that name, made at first use. Few and long-lived."""
+        """The stream of that name and priority (lower is more urgent), made at first use. Few and long-lived."""
+
+    @abstractmethod
+    def computing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
+        """What is computed inside uses so many SMs (on a CPU: threads) at most; None for all."""
 
     @contextlib.contextmanager
     def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -15,6 +16,7 @@ from .. import errors
 from . import atomics
 from .base import WORD_STRIDE, Fabric, Lane, Signals, Stream, SymmetricBuffer
 from .segment import Segment
+from .share import on_threads
 from .transfer import destination_address
 
 if TYPE_CHECKING:
@@ -72,6 +74,9 @@ class CpuFabric(Fabric):
             if name not in self._streams:
                 self._streams[name] = CpuStream(name)
             return self._streams[name]
+
+    def computing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
+        return on_threads(multiprocessors)
 
     def _capturing(self) -> bool:
         return False

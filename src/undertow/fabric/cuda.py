@@ -17,6 +17,7 @@ from .. import errors
 from . import atomics, stream_memory, torch_symmetric
 from .base import WORD_STRIDE, Fabric, Lane, Signals, Stream, SymmetricBuffer, poison
 from .pinned import PinnedSegment
+from .share import on_multiprocessors
 from .stream_guard import StreamGuard
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class CudaFabric(Fabric):
         torch.cuda.set_device(group.device)
         self.device = group.device
         self.guard = StreamGuard(group)
-        self._streams: dict[str, CudaStream] = {}
+        self._streams: dict[tuple[str, int], CudaStream] = {}
         properties = torch.cuda.get_device_properties(self.device)
         self.multiprocessors = int(properties.multi_processor_count)
         devices = group.exchange({"uuid": str(properties.uuid), "index": self.device.index})
@@ -127,9 +128,13 @@ class CudaFabric(Fabric):
 
     def stream(self, name: str, priority: int = 0) -> Stream:
         with self._lock:
-            if name not in self._streams:
-                self._streams[name] = CudaStream(self.device, priority)
-            return self._streams[name]
+            key = (name, priority)
+            if key not in self._streams:
+                self._streams[key] = CudaStream(self.device, priority)
+            return self._streams[key]
+
+    def computing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
+        return on_multiprocessors(multiprocessors, self.device, self.shares_device)
 
     @contextlib.contextmanager
     def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> Iterator[None]:

@@ -49,6 +49,9 @@ class PeerLane(Lane):
     def describe(self) -> str:
         return f"copy kernel of {self.ctas} CTAs into peer memory"
 
+    def limit(self, ctas: int | None) -> None:
+        self.ctas = PEER_CTAS if ctas is None else ctas
+
     def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
         destination_address(buffer, peer, start, source)
         destination = buffer.peer(peer).view(-1)[start : start + source.numel()]

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..errors import StrategyUnavailable
 from . import logs
 from .base import Fabric, Lane, SymmetricBuffer
 from .environment import cpu_model, environment, usable_cores
@@ -167,35 +168,27 @@ def _with_threads(threads: int, matmul: Work) -> Work:
 
 
 def _partitions(group: Group, matmul: Work) -> dict[int, Work]:
-    """The matmul on parts of the GPU, by green contexts; on all visible SMs where ranks share it (under MPS the two
-    exclude each other) or where the driver refuses."""
+    """The matmul on parts of the GPU; on all visible SMs only, where there are no partitions."""
     visible = int(torch.cuda.get_device_properties(group.device).multi_processor_count)
-    whole: dict[int, Work] = {visible: matmul}
-    refusal = "ranks share the GPU" if getattr(group.fabric, "shares_device", False) else ""
     parts: dict[int, Work] = {}
+    refusal = ""
     try:
-        if not refusal:
-            from torch.cuda.green_contexts import GreenContext
-
-            create: Any = GreenContext.create
-            for sms in _counts(visible, _GREEN_STEP)[:-1]:
-                parts[sms] = _inside(create(num_sms=sms, device_id=group.device.index), matmul)
-    except (ImportError, RuntimeError) as error:
-        refusal = str(error).splitlines()[0]
+        for sms in _counts(visible, _GREEN_STEP)[:-1]:
+            parts[sms] = _inside(group, sms, matmul)
+            parts[sms]()
+    except StrategyUnavailable as error:
+        refusal = str(error)
     refusals = [reason for reason in group.exchange(refusal) if reason]  # all ranks measure the same variants
     if refusals:
-        logs.once("green contexts", f"The matmul is measured on all visible SMs only: {refusals[0]}.")
-        return whole
-    return {**parts, **whole}
+        logs.once("partitions", f"The matmul is measured on all visible SMs only: {refusals[0]}")
+        return {visible: matmul}
+    return {**parts, visible: matmul}
 
 
-def _inside(context: Any, matmul: Work) -> Work:
+def _inside(group: Group, multiprocessors: int, matmul: Work) -> Work:
     def run() -> None:
-        context.set_context()
-        try:
+        with group.fabric.computing(multiprocessors):
             matmul()
-        finally:
-            context.pop_context()
 
     return run
 

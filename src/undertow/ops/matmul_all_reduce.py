@@ -72,15 +72,19 @@ def matmul_all_reduce(
 
 
 def _execute(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, plan: Plan, fabric: Fabric, lane: Lane) -> None:
+    lane.limit(plan.share.communication_ctas)
     if plan.grain == "serial":
         with timeline.event("matmul", engine="compute", rows=x.shape[0]):
             torch.matmul(x, w, out=y)
         all_reduce(fabric, lane, y)
         return
-    communication = fabric.stream("communication", priority=-1)
+    communication = fabric.stream("communication", priority=plan.share.communication_priority)
     try:
         for start, stop in plan.parcels:
-            with timeline.event("matmul", engine="compute", rows=stop - start):
+            with (
+                fabric.computing(plan.share.multiprocessors),
+                timeline.event("matmul", engine="compute", rows=stop - start),
+            ):
                 torch.matmul(x[start:stop], w, out=y[start:stop])
             communication.fork()
             communication.run(lambda rows=y[start:stop]: all_reduce(fabric, lane, rows))  # type: ignore[misc]

@@ -14,12 +14,26 @@ LANES = ("net", "peer", "dma")
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What each side may use while both run.
+
+    `multiprocessors`: SMs (on a CPU: threads) for computing, None for all. `communication_ctas`: the grid of copies
+    that run on SMs, None for the lane's own choice. `communication_priority`: of streams, lower is more urgent.
+    """
+
+    multiprocessors: int | None = None
+    communication_ctas: int | None = None
+    communication_priority: int = -1
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """`grain` over `lane`; `parcels` are the row ranges [start, stop) in the order in which they leave."""
+    """`grain` over `lane` with `share`; `parcels` are the row ranges [start, stop) in the order in which they leave."""
 
     grain: str
     lane: str
     parcels: tuple[tuple[int, int], ...]
+    share: Share = Share()
 
     @property
     def name(self) -> str:
@@ -34,7 +48,7 @@ class Plan:
         try:
             fields = json.loads(text)
             parcels = tuple((int(start), int(stop)) for start, stop in fields["parcels"])
-            plan = Plan(str(fields["grain"]), str(fields["lane"]), parcels)
+            plan = Plan(str(fields["grain"]), str(fields["lane"]), parcels, Share(**fields.get("share", {})))
         except (ValueError, KeyError, TypeError) as error:
             raise InvalidArgument(argument="plan", was=repr(text[:80]), must=f"a plan in JSON ({error})") from error
         if plan.grain not in GRAINS or plan.lane not in LANES:

@@ -1,0 +1,124 @@
+"""x86 forgives a missing acquire or release, so the tests read what was asked of the compiler."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import numba
+import numpy as np
+import pytest
+
+from undertow.fabric import atomics
+
+
+def llvm(function: object) -> str:
+    """The LLVM text of a compiled function, compiled afresh: a cached one has no text."""
+    dispatcher = numba.njit(function.signatures[0], nogil=True)(function.py_func)  # type: ignore[attr-defined]
+    (text,) = dispatcher.inspect_llvm().values()
+    return str(text)
+
+
+def positions(text: str, pattern: str) -> list[int]:
+    return [match.start() for match in re.finditer(pattern, text)]
+
+
+@pytest.mark.parametrize("function", [atomics.load, atomics.wait, atomics.wait_any, atomics.wait_then_copy])
+def test_every_look_at_a_signal_acquires(function: object) -> None:
+    text = llvm(function)
+    assert positions(text, r"load atomic i32, .* acquire")
+    assert not positions(text, r"load atomic i32, .* (monotonic|unordered)")
+
+
+@pytest.mark.parametrize(
+    ("function", "signal"),
+    [
+        (atomics.copy_then_add, r"atomicrmw add .* release"),
+        (atomics.copy_then_store, r"store atomic i32 .* release"),
+    ],
+)
+def test_the_copy_comes_before_the_release(function: object, signal: str) -> None:
+    text = llvm(function)
+    copies, signals = positions(text, r"call void @llvm\.memcpy"), positions(text, signal)
+    assert len(copies) == len(signals) >= 1
+    assert all(copy < release for copy, release in zip(copies, signals, strict=True))
+
+
+def test_store_add_and_exchange_release() -> None:
+    assert positions(llvm(atomics.store), r"store atomic i32 .* release")
+    assert positions(llvm(atomics.add), r"atomicrmw add .* release")
+    assert positions(llvm(atomics.compare_and_set), r"cmpxchg .* acq_rel acquire")
+
+
+def words(*values: int) -> tuple[np.ndarray, list[int]]:
+    array = np.zeros((len(values), 32), dtype=np.int32)
+    array[:, 0] = values
+    return array, [int(array[row : row + 1].ctypes.data) for row in range(len(values))]
+
+
+@pytest.mark.parametrize(
+    ("seen", "target", "reached"),
+    [
+        (5, 5, True),
+        (6, 5, True),
+        (4, 5, False),
+        (-(2**31), 2**31 - 1, True),  # one past the largest value is larger
+        (2**31 - 1, -(2**31), False),
+        (0, -1, True),
+    ],
+)
+def test_comparison_is_cyclic(seen: int, target: int, reached: bool) -> None:
+    _keep, (signal, abort) = words(seen, 0)
+    assert (atomics.wait(signal, target, abort) == atomics.ARRIVED) == reached
+
+
+def test_a_slice_is_short_and_an_abort_ends_it() -> None:
+    array, (signal, abort) = words(0, 0)
+    began = time.perf_counter()
+    assert atomics.wait(signal, 1, abort) == atomics.SLICE_OVER
+    assert time.perf_counter() - began < 0.5  # 50 ms wanted; a busy machine may take longer
+    array[1, 0] = 1
+    assert atomics.wait(signal, 1, abort) == atomics.ABORTED
+
+
+def test_waiting_lets_other_threads_run() -> None:
+    """Without the GIL: the signal comes from a thread that needs it."""
+    array, (signal, abort) = words(0, 0)
+
+    def later() -> None:
+        time.sleep(0.02)
+        array[0, 0] = 1
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    while atomics.wait(signal, 1, abort) != atomics.ARRIVED:
+        pass
+    thread.join()
+
+
+def test_wait_any_tells_which() -> None:
+    array, (first, second, abort) = words(0, 7, 0)
+    addresses, wanted = np.array([first, second], dtype=np.uintp), np.array([1, 7], dtype=np.int32)
+    assert atomics.wait_any(addresses, wanted, abort) == 1
+    array[1, 0] = 0
+    assert atomics.wait_any(addresses, wanted, abort) == -1
+    array[2, 0] = 1
+    assert atomics.wait_any(addresses, wanted, abort) == -2
+
+
+def test_compare_and_set() -> None:
+    array, (word,) = words(3)
+    assert not atomics.compare_and_set(word, 4, 9)
+    assert atomics.compare_and_set(word, 3, 9)
+    assert array[0, 0] == 9
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 4096, 100_003])
+def test_copies_are_exact(count: int) -> None:
+    source = np.random.default_rng(count).integers(0, 255, count + 16, dtype=np.uint8)
+    target = np.zeros(count + 16, dtype=np.uint8)
+    atomics.copy(int(target.ctypes.data) + 3, int(source.ctypes.data) + 5, count)
+    assert np.array_equal(target[3 : 3 + count], source[5 : 5 + count])
+    assert not target[:3].any()
+    assert not target[3 + count :].any()
