@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .errors import UndertowError
-    from .fabric.group import Group, as_group, init, shutdown
+    from .fabric.group import Group
     from .fabric.launch import launch
     from .fabric.memory import memory, reserve
+    from .fabric.registry import as_group, init, shutdown
     from .ops.explain import explain
     from .ops.matmul_all_reduce import matmul_all_reduce
     from .plan.plan import Plan
@@ -35,14 +36,14 @@ _HOMES = {
     "Group": ".fabric.group",
     "Plan": ".plan.plan",
     "UndertowError": ".errors",
-    "as_group": ".fabric.group",
+    "as_group": ".fabric.registry",
     "explain": ".ops.explain",
-    "init": ".fabric.group",
+    "init": ".fabric.registry",
     "launch": ".fabric.launch",
     "matmul_all_reduce": ".ops.matmul_all_reduce",
     "memory": ".fabric.memory",
     "reserve": ".fabric.memory",
-    "shutdown": ".fabric.group",
+    "shutdown": ".fabric.registry",
 }
 
 

@@ -140,3 +140,12 @@ def sub_group_without_me() -> str:
 if __name__ == "__main__":
     assert ut.launch(exact, 2, device="cpu", deadline=20) == [True, True]
     print("exact")
+
+
+def mismatched_strategies() -> None:
+    """The same call, carried out differently: every rank would wait for messages that nobody sends."""
+    group = ut.init()
+    x = torch.ones(64, 64)
+    ut.matmul_all_reduce(x, x, strategy="serial:peer")
+    ut.matmul_all_reduce(x, x, strategy="chunked:dma")
+    ut.matmul_all_reduce(x, x, strategy=("serial:peer", "chunked:dma")[group.rank])

@@ -359,3 +359,18 @@ def mismatched_buffers_are_refused_on_all_ranks(group: ut.Group) -> None:
     else:
         raise AssertionError("ranks with different shapes got a buffer")
     group.fabric.buffer((4,), torch.float32).release()  # the group is as good as before
+
+
+def again_and_again() -> None:
+    """Shut down and initialised again in one process, with torch.distributed and without it going away too."""
+    for outer in range(2):
+        for inner in range(2):
+            group = ut.init()
+            x = torch.full((3, 2), float(group.rank + outer), device=group.device)
+            y = ut.matmul_all_reduce(x, torch.ones(2, 2, device=group.device), strategy="chunked:peer")
+            want = 2.0 * sum(rank + outer for rank in range(group.size))
+            assert torch.equal(y, torch.full((3, 2), want, device=group.device))
+            if inner == 0:
+                group.close()
+        ut.shutdown()
+        assert not dist.is_initialized()

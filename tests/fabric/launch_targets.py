@@ -151,9 +151,9 @@ def sleep_ignoring_sigterm() -> None:
 
 
 def fail_with_a_fabric_that_hangs() -> None:
-    group = types.ModuleType("undertow.fabric.group")
+    group = types.ModuleType("undertow.fabric.registry")
     group.shutdown = lambda: time.sleep(60)  # type: ignore[attr-defined]
-    sys.modules["undertow.fabric.group"] = group
+    sys.modules["undertow.fabric.registry"] = group
     raise ValueError("first")
 
 

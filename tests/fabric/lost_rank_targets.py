@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 import undertow as ut
 from undertow.errors import RankLost
-from undertow.fabric.group import Group, as_group
+from undertow.fabric.group import Group
 from undertow.fabric.proxy import Post, Proxy
+from undertow.fabric.registry import as_group
 from undertow.fabric.watchdog import TICK_SECONDS, is_dead
 
 STRATEGIES = tuple(f"{grain}:{lane}" for grain in ("serial", "chunked") for lane in ("net", "peer", "dma"))

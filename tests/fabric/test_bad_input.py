@@ -53,7 +53,7 @@ def test_mismatched_shapes_are_both_named_at_the_deadline(strategy: str) -> None
     sentence = next(one for one in outcomes if one.startswith("MismatchedCall"))
     assert re.fullmatch(
         r"MismatchedCall: Ranks of group 0 disagree on call 2: rank (0|1) called matmul_all_reduce\(M \d+, N 1000,"
-        r" float32\), but rank (0|1) called matmul_all_reduce\(M \d+, N 1000, float32\)\.",
+        rf" float32\) as {strategy}, but rank (0|1) called matmul_all_reduce\(M \d+, N 1000, float32\) as {strategy}\.",
         sentence,
     )
     assert "M 400" in sentence
@@ -73,10 +73,18 @@ def test_mismatched_shapes_are_refused_before_the_launch_when_checking(strategy:
         env={settings.CHECK.name: "1"},
     )
     expected = (
-        "MismatchedCall: Ranks of group 0 disagree on call 1: rank 0 called matmul_all_reduce(M 4, N 8, float32),"
-        " but rank 1 called matmul_all_reduce(M 5, N 8, float32)."
+        "MismatchedCall: Ranks of group 0 disagree on call 1: rank 0 called matmul_all_reduce(M 4, N 8, float32)"
+        f" as {strategy}, but rank 1 called matmul_all_reduce(M 5, N 8, float32) as {strategy}."
     )
     assert results == [(expected, True)] * 3
+
+
+def test_different_strategies_are_a_mismatch() -> None:
+    with pytest.raises(LaunchFailed) as caught:
+        ut.launch(targets.mismatched_strategies, 2, device="cpu", deadline=2)
+    sentence = next(one for one in caught.value.facts["outcomes"] if one.startswith("MismatchedCall"))
+    assert "as serial:peer" in sentence
+    assert "as chunked:dma" in sentence
 
 
 def test_mismatched_buffers_are_refused_and_the_group_goes_on() -> None:

@@ -13,7 +13,10 @@ for folder in (Path(__file__).parent, Path(__file__).parent.parent / "fabric"):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
+    here = Path(__file__).parent
+    for item in items:  # of the whole session: only those of this folder are meant
+        if here not in item.path.parents:
+            continue
         item.add_marker(pytest.mark.gpu)
         if not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

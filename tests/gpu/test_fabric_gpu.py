@@ -29,10 +29,10 @@ def test_every_check(ranks: int) -> None:
     print("\n".join(report[0]))
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_killed_rank(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "strategy"), [(2, "serial:net"), (4, "serial:peer"), (8, "chunked:dma")])
+def test_killed_rank(ranks: int, strategy: str) -> None:
     with pytest.raises(errors.LaunchFailed) as raised:
-        ut.launch(gpu_checks.abandoned, ranks, device="cuda", args=(False,), deadline=30)
+        ut.launch(gpu_checks.abandoned, ranks, device="cuda", args=(False, (strategy,)), deadline=30)
     assert raised.value.facts["rank"] == ranks - 1
     outcomes = raised.value.facts["outcomes"]
     assert all("returned" in outcome for outcome in outcomes[:-1]), outcomes

@@ -19,7 +19,7 @@ class Call:
 
     @property
     def text(self) -> str:
-        return f"{self.operator}({self.shape})"
+        return f"{self.operator}({self.shape}) as {self.plan}"
 
     def encode(self) -> bytes:
         fields = {
@@ -32,8 +32,8 @@ class Call:
         return json.dumps(fields).encode()
 
     def matches(self, other: Call) -> bool:
-        """Whether two ranks mean the same call. Plans are compared where they are made, not here."""
-        return (self.operator, self.shape) == (other.operator, other.shape)
+        """Whether two ranks mean the same call."""
+        return (self.operator, self.shape, self.plan) == (other.operator, other.shape, other.plan)
 
     @staticmethod
     def latest(records: list[dict[str, Any]], group: str) -> Call | None:

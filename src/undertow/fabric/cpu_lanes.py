@@ -67,7 +67,8 @@ class PeerLane(Lane):
     def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
         address = destination_address(buffer, peer, start, source)
         self._pairs.claim(peer, slot)
-        atomics.copy(address, source.data_ptr(), source.nbytes)
+        with timeline.event("copy", engine=self.name, bytes=source.nbytes, to=peer):
+            atomics.copy(address, source.data_ptr(), source.nbytes)
         self._pairs.deliver(peer, slot)  # releases the bytes just copied
 
     def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ PRELOADED = (
     "undertow",
     "undertow.fabric.atomics",  # compiled by Numba when imported
     "undertow.fabric.cpu",
-    "undertow.fabric.group",
+    "undertow.fabric.registry",
     "undertow.fabric.rank_process",
     "undertow.ops.matmul_all_reduce",
 )

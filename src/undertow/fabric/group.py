@@ -9,63 +9,29 @@ and each later call raises the same error.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from .. import errors, settings
-from . import node, watchdog
+from . import meeting, node, watchdog
 from .calls import Call
 from .flight import FlightRing
 from .heartbeat import PERIOD, SILENCE, Heartbeat
 from .logs import get_logger
+from .works import InThread, Work
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from .base import Fabric
-
-
-class Work(Protocol):
-    """The part of torch.distributed's Work that is needed to wait without hanging."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self) -> object: ...
-
-
-class InThread:
-    """A blocking call that nothing can interrupt, made into a `Work`: a thread makes the call, the caller can leave."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._done = threading.Event()
-        self._error: RuntimeError | None = None
-        threading.Thread(target=self._run, args=(call,), name="undertow-wait", daemon=True).start()
-
-    def _run(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except RuntimeError as error:  # raised again by `wait`, in the thread that asked
-            self._error = error
-        self._done.set()
-
-    def is_completed(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
 
 
 _CONNECTION_CLOSED_GRACE = 3.0  # seconds in which the watchdog can name the rank behind a closed connection
@@ -74,6 +40,9 @@ _NODE_GRACE = SILENCE + 2 * PERIOD  # and in which the heartbeat can name the no
 
 class Group:
     """The ranks of one ProcessGroup, who stands on which node, and whether all of them still live."""
+
+    #: whether a group of this process ever failed: its end is then no orderly one, whatever the program made of it
+    any_failed = False
 
     def __init__(self, process_group: dist.ProcessGroup, device: torch.device, deadline: float) -> None:
         self.process_group = process_group
@@ -96,13 +65,14 @@ class Group:
         self._tick_hooks: list[Callable[[float], None]] = []
         self._fabric: Fabric | None = None
 
-        self._store = dist.PrefixStore(f"undertow/{_next_incarnation(self.name)}", _store_of(process_group))
+        self._store = meeting.store_for(process_group)
         self._gloo_groups = 0
         self._heartbeat: Heartbeat | None = None
         # Through the store, before anything connects: a rank that dies while the others connect to it is known by then.
-        facts = self._roll_call({"node": node.identity(), "pid": os.getpid(), "ring": FlightRing.mine().path})
+        fact = {"node": node.identity(), "pid": os.getpid(), "ring": FlightRing.mine().path}
+        facts = meeting.roll_call(self._store, meeting.Place(self.name, self.rank, self.ranks), fact, deadline)
         self._processes = {rank: int(fact["pid"]) for rank, fact in enumerate(facts)}
-        self._rings = _open_rings(facts, self.rank)
+        self._rings = meeting.open_rings(facts, self.rank)
         watchdog.instance().add(self)
         try:
             self.control = self.gloo("control")
@@ -112,10 +82,9 @@ class Group:
             raise
         self.local_ranks = tuple(rank for rank, where in enumerate(self.nodes) if where == self.nodes[self.rank])
         for rank in self._rings:
-            _local_processes[self.ranks[rank]] = self._processes[rank]
+            meeting.local_processes[self.ranks[rank]] = self._processes[rank]
         if max(self.nodes) > 0:
             self._heartbeat = Heartbeat(self, self._store)
-        _leave_at_exit()
 
     # -- who is where ------------------------------------------------------------------------------------------
 
@@ -148,30 +117,6 @@ class Group:
         return cast(dist.ProcessGroup, made[0])
 
     # -- host-side exchange ------------------------------------------------------------------------------------
-
-    def _roll_call(self, fact: dict[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's facts by rank, through the store: no connection between ranks is needed. Collective."""
-        began = time.monotonic()
-        missing = set(range(self.size))
-        try:
-            self._store.set(f"rank {self.rank}", json.dumps(fact))
-            while missing:
-                missing = {rank for rank in missing if not self._store.check([f"rank {rank}"])}
-                for rank in missing:
-                    pid = _local_processes.get(self.ranks[rank]) or _launched_process(self.ranks[rank])
-                    if pid and watchdog.is_dead(pid):
-                        raise errors.RankLost(rank=rank, group=self.name, reason=f"its process {pid} died")
-                if missing and time.monotonic() - began > self.deadline:
-                    waited = f"it did not come to make the group in {self.deadline:g} s"
-                    raise errors.RankLost(rank=min(missing), group=self.name, reason=waited)
-                if missing:
-                    time.sleep(0.001 if time.monotonic() - began < 0.1 else 0.02)
-            return [json.loads(self._store.get(f"rank {rank}").decode()) for rank in range(self.size)]
-        except errors.RankLost:
-            raise
-        except RuntimeError as error:  # torch raises DistStoreError and its kin
-            reason = f"the store does not answer ({str(error).splitlines()[0]})"
-            raise errors.RankLost(rank="unknown", group=self.name, reason=reason) from error
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), by rank. Collective."""
@@ -246,8 +191,7 @@ class Group:
                 return
             self._failure = error
             self._abort[0] = 1
-        global _any_failure
-        _any_failure = True
+        Group.any_failed = True
         self._failure_known.set()
         get_logger().error("%s", error)
         if self._heartbeat is not None:
@@ -341,7 +285,8 @@ class Group:
 
     def _compare(self, call: Call) -> None:
         """All ranks see all calls, so all of them raise the same sentence and none launches anything."""
-        calls = [Call(self.name, *fields) for fields in self.exchange([call.number, call.operator, call.shape, ""])]
+        mine = [call.number, call.operator, call.shape, call.plan]
+        calls = [Call(self.name, *theirs) for theirs in self.exchange(mine)]
         for rank, other in enumerate(calls):
             if not other.matches(calls[0]):
                 raise errors.MismatchedCall(
@@ -381,172 +326,10 @@ class Group:
                 self._fabric.close()
                 self._fabric = None
             self.closed = True
+        self.fall_silent()
+        watchdog.instance().remove(self)
+
+    def fall_silent(self) -> None:
+        """Tell other nodes that silence from here on is no loss."""
         if self._heartbeat is not None:
             self._heartbeat.leave()
-        watchdog.instance().remove(self)
-        _groups.pop(self.name, None)
-
-
-def _open_rings(facts: list[dict[str, Any]], me: int) -> dict[int, FlightRing]:
-    """The rings of the other ranks that this rank can map: the probe for shared memory."""
-    rings: dict[int, FlightRing] = {}
-    for rank, fact in enumerate(facts):
-        if rank == me or fact["node"] != facts[me]["node"]:
-            continue
-        try:
-            ring = FlightRing.open(str(fact["ring"]))
-        except OSError as error:
-            get_logger().warning(
-                "Rank %d names the same node but cannot be mapped (%s): treated as remote.", rank, error
-            )
-            continue
-        if ring.pid == fact["pid"]:
-            rings[rank] = ring
-    return rings
-
-
-def _store_of(process_group: dist.ProcessGroup) -> dist.Store:
-    """The store behind a group; torch has no public name for the default one."""
-    if hasattr(process_group, "get_group_store"):
-        return process_group.get_group_store()
-    return dist.PrefixStore(process_group.group_name, dist.distributed_c10d._get_default_store())
-
-
-def _launched_process(rank: int) -> int:
-    """Process of a rank of the same launch, from the launcher's rings; 0 without a launcher."""
-    path = settings.FLIGHT_RING.get()
-    if not path:
-        return 0
-    try:
-        return FlightRing.open(f"{path.rpartition(':')[0]}:{rank}").pid
-    except (OSError, ValueError):
-        return 0
-
-
-def _leave_at_exit() -> None:
-    """A program that ends in order is no lost rank. A launched rank says so itself, once it has returned a result."""
-    global _leaving
-    if not _leaving and not settings.FLIGHT_RING.get():
-        _leaving = True
-        atexit.register(_leave)
-
-
-def _leave() -> None:
-    if not _any_failure and getattr(sys, "last_value", None) is None:  # set by an exception that nobody caught
-        FlightRing.mine().leave()
-    for group in list(_groups.values()):
-        if group._heartbeat is not None:
-            group._heartbeat.leave()
-    watchdog.instance().stop()
-
-
-_leaving = False
-_any_failure = False  # of a group of this process: its end is then no orderly one, whatever the program made of it
-_local_processes: dict[int, int] = {}  # of this node's ranks by global rank, as far as any group has met them
-_groups: dict[str, Group] = {}
-_incarnations: dict[str, int] = {}
-_groups_lock = threading.RLock()
-_initialised_here = False
-
-
-def _next_incarnation(name: str) -> int:
-    """How often a group of this name was made: every rank makes them in the same order, so the numbers agree."""
-    _incarnations[name] = _incarnations.get(name, 0) + 1
-    return _incarnations[name]
-
-
-def init(deadline: float | None = None) -> Group:
-    """The group of all ranks. Initialises torch.distributed from the environment (or as one rank) if nobody did."""
-    global _initialised_here
-    with _groups_lock:
-        if not dist.is_initialized():
-            if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-                dist.init_process_group(_backend())
-            else:
-                dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
-            _initialised_here = True
-        return as_group(None, deadline=deadline)
-
-
-def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None, deadline: float | None = None) -> Group:
-    """The `Group` behind whatever names one: itself, a ProcessGroup, a DeviceMesh of one dimension, None for all ranks.
-
-    The first time a ProcessGroup is seen, all its ranks must come here (it is collective).
-    """
-    if isinstance(group, Group):
-        return group
-    if not dist.is_initialized():
-        raise errors.NotInitialised(what="This call")
-    process_group = _process_group_of(group)
-    with _groups_lock:
-        known = _groups.get(process_group.group_name)
-        if known is not None and known.process_group is process_group and not known.closed:
-            return known
-        if known is not None:
-            known.close()  # torch.distributed was torn down and made again under the same name
-        made = Group(process_group, default_device(), _deadline(deadline))
-        _groups[process_group.group_name] = made
-        return made
-
-
-def _deadline(given: float | None) -> float:
-    """Seconds that a wait may take, from the call or the environment."""
-    name, value = ("deadline", given) if given is not None else (settings.DEADLINE.name, settings.DEADLINE.get())
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:  # nan, too
-        raise errors.InvalidArgument(argument=name, was=repr(value), must="a positive number of seconds")
-    return seconds
-
-
-def _process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    if group is None:
-        return dist.group.WORLD  # type: ignore[return-value]
-    if isinstance(group, dist.ProcessGroup):
-        return group
-    # What new_group gives to ranks that it leaves out is no ProcessGroup, whatever its type says.
-    if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
-        must = "one that contains it"
-        raise errors.InvalidArgument(argument="group", was="a ProcessGroup without this rank", must=must)
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
-        if group.ndim != 1:
-            must = "one dimension of it, such as mesh['tp']"
-            raise errors.InvalidArgument(argument="group", was=f"a DeviceMesh of {group.ndim} dimensions", must=must)
-        return group.get_group()
-    must = "an undertow group, a ProcessGroup, a DeviceMesh dimension or None"
-    raise errors.InvalidArgument(argument="group", was=type(group).__name__, must=must)
-
-
-def default_device() -> torch.device:
-    """The device this rank computes on: what the launcher said, else the GPU of its local rank, else the CPU."""
-    kind = settings.DEVICE.get() or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    index = settings.DEVICE_INDEX.get() or os.environ.get("LOCAL_RANK", "0")
-    return torch.device("cuda", int(index) % torch.cuda.device_count())
-
-
-def _backend() -> str:
-    return "gloo" if default_device().type == "cpu" else "cpu:gloo,cuda:nccl"
-
-
-def abort(reason: str) -> None:
-    """Fail every group of this process, so that its streams let go before the process ends."""
-    with _groups_lock:
-        for group in _groups.values():
-            group.fail(errors.RankLost(rank=group.rank, group=group.name, reason=reason))
-
-
-def shutdown() -> None:
-    """Close every group of this process, and torch.distributed if `init` started it."""
-    global _initialised_here
-    with _groups_lock:
-        healthy = all(group._failure is None for group in _groups.values())
-        for group in list(_groups.values()):
-            group.close()
-        _incarnations.clear()
-        if _initialised_here and dist.is_initialized() and healthy:
-            dist.destroy_process_group()
-        _initialised_here = False

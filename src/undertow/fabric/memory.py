@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .group import Group, as_group
+from .group import Group
+from .registry import as_group
 
 if TYPE_CHECKING:
     import torch.distributed as dist

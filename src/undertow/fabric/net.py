@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ..errors import UndertowError
 from . import timeline
 from .base import Lane, SymmetricBuffer
-from .group import InThread
+from .works import InThread
 
 if TYPE_CHECKING:
     from .group import Group

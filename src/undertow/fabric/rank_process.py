@@ -201,6 +201,6 @@ def _leave_within(seconds: float, code: int) -> None:
 
 def _shut_down() -> None:
     """Close the fabric if this rank ever opened one."""
-    group = sys.modules.get("undertow.fabric.group")
+    group = sys.modules.get("undertow.fabric.registry")
     if group is not None:
         group.shutdown()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .group import Group
 
 IDLE, BUSY, SEEN = 0, 1, 2
+_KERNEL_LATE = 2  # what kernels report when a signal did not come in time; see kernels/signals.py
 _STREAMS = 64  # streams watched at a time; more of them share words, which only delays the verdict
 _RELEASING_SECONDS = 20.0
 _RELEASING_PERIOD = 0.002
@@ -125,6 +126,9 @@ class StreamGuard:
         except errors.DeviceLost as error:
             self._closed = True
             self._group.fail(error)
+            return
+        if int(self.error[0]) == _KERNEL_LATE:
+            self._group.fail(self._group.why_waiting(None, "a kernel waited for a signal until its deadline"))
             return
         for address in set(self._busy_of.values()):
             state = atomics.load(address)

@@ -23,7 +23,8 @@ import torch
 from ..collective.direct import all_reduce
 from ..errors import InvalidArgument
 from ..fabric import timeline
-from ..fabric.group import Group, as_group
+from ..fabric.group import Group
+from ..fabric.registry import as_group
 from ..plan.plan import Plan, parse_strategy, split
 from .explain import Explanation, remember
 

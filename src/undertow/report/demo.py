@@ -17,8 +17,9 @@ from rich.table import Table
 from ..collective.direct import all_reduce
 from ..fabric.base import Fabric, poison
 from ..fabric.cpu_lanes import DmaLane, Pace
-from ..fabric.group import Group, init
+from ..fabric.group import Group
 from ..fabric.launch import launch
+from ..fabric.registry import init
 from ..fabric.timeline import Recorder, Timeline, event, recording
 from ..fabric.timer import Comparison, Estimate, compare
 from ..ops.matmul_all_reduce import GRAINS, matmul_all_reduce, reference

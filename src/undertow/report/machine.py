@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 
 from ..fabric import profile
-from ..fabric.group import init
+from ..fabric.registry import init
 from ..fabric.segment import human
 from ..plan.machine import FORMAT, Machine
 from .progress import progress_bar

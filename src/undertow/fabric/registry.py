@@ -1,0 +1,159 @@
+"""The groups of this process: made at first use, found again, closed together."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from .. import errors, settings
+from . import watchdog
+from .flight import FlightRing
+from .group import Group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_leaving = False
+_groups: dict[str, Group] = {}
+_groups_lock = threading.RLock()
+_initialised_here = False
+_times_joined = 0
+
+
+def init(deadline: float | None = None) -> Group:
+    """The group of all ranks. Initialises torch.distributed from the environment (or as one rank) if nobody did."""
+    global _initialised_here
+    with _groups_lock:
+        if not dist.is_initialized():
+            if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+                _join_job()
+            else:
+                dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
+            _initialised_here = True
+        return as_group(None, deadline=deadline)
+
+
+def _join_job() -> None:
+    """Initialise torch.distributed from the launcher's environment.
+
+    A launcher's store outlives `shutdown`. torch would find the addresses of its last time there and connect to nobody;
+    so each time gets a part of the store of its own. Without such a store, rank 0 makes a new one each time.
+    """
+    global _times_joined
+    _times_joined += 1
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(_backend())
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    part = f"undertow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_times_joined}"
+    store = dist.PrefixStore(part, dist.TCPStore(host, port, is_master=False))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
+
+
+def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None, deadline: float | None = None) -> Group:
+    """The `Group` behind whatever names one: itself, a ProcessGroup, a DeviceMesh of one dimension, None for all ranks.
+
+    The first time a ProcessGroup is seen, all its ranks must come here (it is collective).
+    """
+    if isinstance(group, Group):
+        return group
+    if not dist.is_initialized():
+        raise errors.NotInitialised(what="This call")
+    process_group = _process_group_of(group)
+    with _groups_lock:
+        known = _groups.get(process_group.group_name)
+        if known is not None and known.process_group is process_group and not known.closed:
+            return known
+        if known is not None:
+            known.close()  # torch.distributed was torn down and made again under the same name
+        made = Group(process_group, default_device(), _deadline(deadline))
+        _groups[process_group.group_name] = made
+        _leave_at_exit()
+        return made
+
+
+def _deadline(given: float | None) -> float:
+    """Seconds that a wait may take, from the call or the environment."""
+    name, value = ("deadline", given) if given is not None else (settings.DEADLINE.name, settings.DEADLINE.get())
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:  # nan, too
+        raise errors.InvalidArgument(argument=name, was=repr(value), must="a positive number of seconds")
+    return seconds
+
+
+def _process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    if group is None:
+        return dist.group.WORLD  # type: ignore[return-value]
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    # What new_group gives to ranks that it leaves out is no ProcessGroup, whatever its type says.
+    if group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        must = "one that contains it"
+        raise errors.InvalidArgument(argument="group", was="a ProcessGroup without this rank", must=must)
+    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+        if group.ndim != 1:
+            must = "one dimension of it, such as mesh['tp']"
+            raise errors.InvalidArgument(argument="group", was=f"a DeviceMesh of {group.ndim} dimensions", must=must)
+        return group.get_group()
+    must = "an undertow group, a ProcessGroup, a DeviceMesh dimension or None"
+    raise errors.InvalidArgument(argument="group", was=type(group).__name__, must=must)
+
+
+def default_device() -> torch.device:
+    """The device this rank computes on: what the launcher said, else the GPU of its local rank, else the CPU."""
+    kind = settings.DEVICE.get() or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = settings.DEVICE_INDEX.get() or os.environ.get("LOCAL_RANK", "0")
+    return torch.device("cuda", int(index) % torch.cuda.device_count())
+
+
+def _backend() -> str:
+    return "gloo" if default_device().type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def abort(reason: str) -> None:
+    """Fail every group of this process, so that its streams let go before the process ends."""
+    with _groups_lock:
+        for group in _groups.values():
+            group.fail(errors.RankLost(rank=group.rank, group=group.name, reason=reason))
+
+
+def shutdown() -> None:
+    """Close every group of this process, and torch.distributed if `init` started it."""
+    global _initialised_here
+    with _groups_lock:
+        healthy = all(not group.failed for group in _groups.values())
+        for group in list(_groups.values()):
+            group.close()
+        _groups.clear()
+        if _initialised_here and dist.is_initialized() and healthy:
+            dist.destroy_process_group()
+        _initialised_here = False
+_times_joined = 0
+
+
+def _leave_at_exit() -> None:
+    """A program that ends in order is no lost rank. A launched rank says so itself, once it has returned a result."""
+    global _leaving
+    if not _leaving and not settings.FLIGHT_RING.get():
+        _leaving = True
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if not Group.any_failed and getattr(sys, "last_value", None) is None:  # set by an exception that nobody caught
+        FlightRing.mine().leave()
+    for group in list(_groups.values()):
+        group.fall_silent()
+    watchdog.instance().stop()
