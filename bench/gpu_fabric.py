@@ -83,7 +83,8 @@ def measure() -> dict[str, Any]:
     )
     result["gemm"] = beside(group, over(dma))
     result["lanes"] = {lane.name: lane.describe() for lane in (dma, peer)}
-    result["SMs seen by a rank"] = torch.cuda.get_device_properties(device).multi_processor_count
+    link = "virtual node: ranks share one GPU; dma through pinned host memory"
+    result["environment"] = environment({"link": link, "ranks": group.size})
     return result
 
 
@@ -135,7 +136,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    report: dict[str, Any] = {"bytes": BYTES, "environment": None, "ranks": {}}
+    report: dict[str, Any] = {"bytes": BYTES, "ranks": {}}
     print("ranks  pinned GB/s  dma GB/s  dma/pinned  peer GB/s  GEMM alone ms  beside ms  slowdown  covered")
     for ranks in (int(one) for one in options.ranks.split(",")):
         one = ut.launch(measure, ranks, device="cuda", deadline=60)[0]
@@ -148,7 +149,6 @@ def main() -> None:
             f"  {gemm['lane busy throughout']}",
             flush=True,
         )
-    report["environment"] = environment({"link": "virtual node: ranks share one GPU; dma through pinned host memory"})
     if options.out:
         options.out.write_text(json.dumps(report, indent=2) + "\n")
 
