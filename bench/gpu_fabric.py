@@ -37,7 +37,7 @@ def measure() -> dict[str, Any]:
     source = torch.randint(0, 100, (BYTES // 4,), dtype=torch.int32, device=device)
     buffer = group.fabric.buffer((BYTES // 4,), torch.int32)
     dma, peer = group.fabric.lane("dma"), group.fabric.lane("peer")
-    sums = group.exchange(int(source.sum(dtype=torch.int64)))
+    sums = group.exchange(int(source.sum(dtype=torch.int64)), "sums")
 
     outbox = torch.empty(BYTES // 4, dtype=torch.int32, pin_memory=True)
     inbox = torch.zeros(BYTES // 4, dtype=torch.int32, pin_memory=True)

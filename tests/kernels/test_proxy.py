@@ -5,8 +5,7 @@ import re
 import pytest
 from ptx import TARGETS, CompiledKernel, check_acquire_order, check_release_order, compile_kernel, functions
 
-from undertow.fabric import ring_layout
-from undertow.kernels import proxy
+from undertow.kernels import proxy, ring_layout
 
 POINTERS = {"ring": "*i64", "head": "*i32", "abort": "*i32", "error": "*i32"}
 

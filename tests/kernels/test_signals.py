@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from ptx import TARGETS, check_acquire_order, check_release_order, compile_kernel, functions
 
+from undertow.kernels import signals
+from undertow.kernels.poison import poison_kernel
 from undertow.kernels.signals import (
     ARRIVED,
     LAST,
@@ -147,3 +149,33 @@ def test_bulk_copy_fences_exist_from_sm_90_on(target: str) -> None:
         "fence.proxy.async",
     ]
     assert bulk == ([] if target == "sm_80" else expected)
+
+
+WORD = {"pointer": "*i32", "abort": "*i32", "error": "*i32"}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_kernels_of_streams(target: str) -> None:
+    """`add_kernel` and `wait_kernel` themselves, as the fabric launches them."""
+    adding = compile_kernel(signals.add_kernel, {"pointer": "*i32", "amount": "i32"}, {}, target, num_warps=1)
+    assert any("release" in opcode for opcode in opcodes(adding.ptx))
+    assert check_release_order(adding.ptx) == []
+    signature = {**WORD, "target": "i32", "deadline_ns": "i64"}
+    ordered = {name: signature[name] for name in ("pointer", "target", "abort", "error", "deadline_ns")}
+    waiting = compile_kernel(signals.wait_kernel, ordered, {}, target, num_warps=1)
+    assert "ld.acquire.sys.global.b32" in opcodes(waiting.ptx)
+    assert check_acquire_order(waiting.ptx) == []
+    assert adding.spills == waiting.spills == 0
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_poison_stores_nothing_unless_aborted(target: str) -> None:
+    signature = {"output": "*i8", "count": "i64", "abort": "*i32"}
+    kernel = compile_kernel(poison_kernel, signature, {"BLOCK": 4096}, target)
+    found = opcodes(kernel.ptx)
+    look = next(index for index, opcode in enumerate(found) if opcode.startswith("ld.volatile.global"))
+    stores = [index for index, opcode in enumerate(found) if opcode.startswith("st.global")]
+    assert stores
+    assert all(look < store for store in stores)
+    assert any(opcode == "bra" for opcode in found[look : stores[0]])
+    assert kernel.spills == 0

@@ -157,13 +157,6 @@ def copy_then_add(destination: int, source: int, count: int, signal: int, amount
     add_release(signal, amount)
 
 
-@_compiled("void(uintp, uintp, int64, uintp, int32)")
-def copy_then_store(destination: int, source: int, count: int, signal: int, value: int) -> None:
-    """Copy `count` bytes, then release-store `value`: who acquires the signal sees the bytes."""
-    copy_bytes(destination, source, count)
-    store_release(signal, value)
-
-
 @_compiled("int32(uintp, int32, uintp)")
 def wait(signal: int, target: int, abort: int) -> Any:
     """Wait for one slice until the word at `signal` reaches `target` (cyclic compare), acquiring it.
@@ -185,22 +178,6 @@ def wait(signal: int, target: int, abort: int) -> Any:
             return ABORTED
         _usleep(SLEEP_MICROSECONDS)
     return SLICE_OVER
-
-
-@_compiled("int64(uintp[::1], int32[::1], uintp)")
-def wait_any(words: Any, values: Any, abort: int) -> Any:
-    """Wait for one slice until some `words[i]` equals `values[i]`, acquiring it. Its index, -1: none, -2: aborted."""
-    for attempt in range(YIELDS + SLEEPS):
-        for index in range(len(words)):
-            if load_acquire(words[index]) == values[index]:
-                return index
-        if load_acquire(abort) != 0:
-            return -2
-        if attempt < YIELDS:
-            _sched_yield()
-        else:
-            _usleep(SLEEP_MICROSECONDS)
-    return -1
 
 
 @_compiled("int32(uintp, int32, uintp, uintp, uintp, int64)")

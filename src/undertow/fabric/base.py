@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -55,6 +55,8 @@ class SymmetricBuffer:
         """The tensor of `rank`, addressable from here."""
         if self._owner is None:
             raise errors.BufferReleased(shape=list(self.shape))
+        if not 0 <= rank < len(self._views):
+            raise errors.InvalidArgument(argument="peer", was=rank, must=f"between 0 and {len(self._views) - 1}")
         view = self._views[rank]
         if view is None:
             raise errors.NoPeerPointer(peer=rank, rank=self._rank, reason="it stands on another node")
@@ -167,16 +169,27 @@ class Handoffs:
 
     def _full(self, sender: int, slot: int) -> int:
         """Lives at the receiver."""
-        return sender * self.slots + slot
+        return self._pair(sender, slot)
 
     def _empty(self, receiver: int, slot: int) -> int:
         """Lives at the sender."""
-        return (self._size + receiver) * self.slots + slot
+        return self._size * self.slots + self._pair(receiver, slot)
+
+    def _pair(self, peer: int, slot: int) -> int:
+        """A wrong number here would be the word of another pair."""
+        if not 0 <= peer < self._size:
+            raise errors.InvalidArgument(argument="peer", was=peer, must=f"between 0 and {self._size - 1}")
+        if not 0 <= slot < self.slots:
+            raise errors.InvalidArgument(argument="slot", was=slot, must=f"between 0 and {self.slots - 1}")
+        return peer * self.slots + slot
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """One message: contiguous `source` to elements [start, start + source.numel()) of `peer`'s `buffer`."""
+    """One message: contiguous `source` to elements [start, start + source.numel()) of `peer`'s `buffer`.
+
+    `peer` is another rank: lanes do not carry messages to oneself.
+    """
 
     peer: int
     source: torch.Tensor
@@ -254,6 +267,13 @@ class Stream(ABC):
         """What the caller does next comes after what runs here. Raises what `run` raised."""
 
 
+class Service(Protocol):
+    """Something with a thread of its own that uses a fabric's memory."""
+
+    def stop(self) -> None:
+        """End the thread; not collective."""
+
+
 class Fabric(ABC):
     """Where the ranks of one group meet."""
 
@@ -264,6 +284,9 @@ class Fabric(ABC):
         self._buffers: weakref.WeakSet[SymmetricBuffer] = weakref.WeakSet()
         self._next_buffer = 0
         self._workspaces: dict[str, SymmetricBuffer] = {}
+        self._captured: list[SymmetricBuffer] = []  # workspaces that graphs use
+        self._signals: weakref.WeakSet[Signals] = weakref.WeakSet()
+        self._services: weakref.WeakSet[Service] = weakref.WeakSet()
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.RLock()
 
@@ -286,7 +309,7 @@ class Fabric(ABC):
     def _agree_on_shape(self, asked: str) -> None:
         """Ranks that ask for different buffers must all hear of it before anything is allocated."""
         group = self.group
-        for rank, theirs in enumerate(group.exchange(asked)):
+        for rank, theirs in enumerate(group.exchange(asked, "a symmetric buffer")):
             if theirs != asked:
                 disagreement = group.mismatch()  # the calls that led here say more than the sizes they led to
                 if disagreement is not None:
@@ -297,7 +320,7 @@ class Fabric(ABC):
 
     def _agree_on_allocation(self, failure: str) -> None:
         """Raise on all ranks if one of them could not allocate: none may be left waiting for it."""
-        for rank, reason in enumerate(self.group.exchange(failure)):
+        for rank, reason in enumerate(self.group.exchange(failure, "whether memory could be had")):
             if reason:
                 raise errors.AllocationFailed(rank=rank, reason=reason)
 
@@ -305,6 +328,8 @@ class Fabric(ABC):
         """Bytes for `purpose`: the largest ever asked for, grown collectively, never inside a capture."""
         held = self._workspaces.get(purpose)
         if held is not None and held.nbytes >= nbytes:
+            if self._capturing() and held not in self._captured:
+                self._captured.append(held)
             return held
         if self._capturing():
             raise errors.WorkspaceTooSmall(
@@ -314,7 +339,8 @@ class Fabric(ABC):
         if held is not None:
             self._quiesce()  # a lane may still be writing to the old one
             del self._workspaces[purpose]
-            held.release()
+            if held not in self._captured:  # a graph would use it again: that one lives as long as the fabric
+                held.release()
         self._workspaces[purpose] = self.buffer(rounded, torch.uint8)
         return self._workspaces[purpose]
 
@@ -371,6 +397,7 @@ class Fabric(ABC):
                 if reasons[name]:
                     possible = ", ".join(one for one, reason in reasons.items() if not reason) or "none"
                     raise errors.StrategyUnavailable(strategy=name, reason=reasons[name], possible=possible)
+                self.group.exchange(None, f"opening lane {name}")  # ranks that open different ones hear of it here
                 self._lanes[name] = self._open_lane(name)
             return self._lanes[name]
 
@@ -385,6 +412,10 @@ class Fabric(ABC):
     @abstractmethod
     def stream(self, name: str, priority: int = 0) -> Stream:
         """The stream of that name and priority (lower is more urgent), made at first use. Few and long-lived."""
+
+    def adopt(self, service: Service) -> None:
+        """Stop `service` before the memory goes."""
+        self._services.add(service)
 
     @abstractmethod
     def computing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
@@ -403,8 +434,12 @@ class Fabric(ABC):
     def close(self) -> None:
         """Release everything. Tensors taken from buffers stay valid."""
         with self._lock:
+            for service in list(self._services):
+                service.stop()
             for lane in self._lanes.values():
                 lane.close()
+            for signals in list(self._signals):
+                signals.release()
             for buffer in list(self._buffers):
                 buffer.release()
             self._lanes.clear()

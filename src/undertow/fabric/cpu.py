@@ -43,7 +43,7 @@ class CpuFabric(Fabric):
             failure = str(error)  # told to all ranks below: none may be left waiting for this one
         self._agree_on_allocation(failure)
         assert segment is not None
-        paths = group.exchange(segment.path)
+        paths = group.exchange(segment.path, "where segments are")
         try:
             segments = {one: segment if one == group.rank else Segment.open(paths[one]) for one in group.local_ranks}
         except OSError as error:  # the path goes with its process
@@ -55,7 +55,9 @@ class CpuFabric(Fabric):
         return views, segments
 
     def signals(self, count: int) -> Signals:
-        return CpuSignals(self.group, self.buffer(count * _WORDS, torch.int32), count)
+        made = CpuSignals(self.group, self.buffer(count * _WORDS, torch.int32), count)
+        self._signals.add(made)
+        return made
 
     def lanes(self) -> dict[str, str]:
         apart = "" if len(self.group.local_ranks) == self.group.size else "the group spans several nodes"
@@ -159,6 +161,8 @@ class CpuSignals(Signals):
     def address(self, rank: int, index: int) -> int:
         if not 0 <= index < self.count:
             raise errors.InvalidArgument(argument="index", was=index, must=f"between 0 and {self.count - 1}")
+        if not self._bases:
+            raise errors.BufferReleased(shape=f"{self.count} signals")
         base = self._bases[rank]
         if base == 0:
             raise errors.NoPeerPointer(peer=rank, rank=self._group.rank, reason="it stands on another node")

@@ -140,7 +140,7 @@ class DmaLane(Lane):
             elif self._error is None:
                 try:
                     self._move(job)
-                except errors.UndertowError as error:  # a lost rank; handed to `flush`
+                except Exception as error:  # a lost rank, as a rule; handed to `flush`, whatever it is
                     self._error = error
 
     def _move(self, job: _Job) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -38,22 +38,33 @@ class CudaFabric(Fabric):
         self._streams: dict[tuple[str, int], CudaStream] = {}
         properties = torch.cuda.get_device_properties(self.device)
         self.multiprocessors = int(properties.multi_processor_count)
-        devices = group.exchange({"uuid": str(properties.uuid), "index": self.device.index})
+        devices = group.exchange(str(properties.uuid), "which GPUs ranks have")
         #: whether two ranks share a GPU: copies between them run on SMs there, so `dma` goes through the host
-        self.shares_device = len({one["uuid"] for one in devices}) < group.size
+        self.shares_device = len(set(devices)) < group.size
         self._no_peers = self._why_no_peers(devices)
 
-    def _why_no_peers(self, devices: list[dict[str, Any]]) -> str:
+    def _why_no_peers(self, devices: list[str]) -> str:
+        """Why ranks cannot address each other's GPU memory, or "". The same on all ranks."""
         group = self.group
         if len(group.local_ranks) < group.size:
             return "the group spans several nodes"
-        if self.shares_device:
-            return "" if os.environ.get(OVERLAPPING) == "1" else f"ranks share a GPU and {OVERLAPPING} is not 1"
+        if self.shares_device and os.environ.get(OVERLAPPING) != "1":
+            reason = f"ranks share a GPU and {OVERLAPPING} is not 1"
+        else:
+            reason = self._why_no_access(set(devices))
+        return next((one for one in group.exchange(reason, "peer access") if one), "")
+
+    def _why_no_access(self, devices: set[str]) -> str:
+        """GPUs are told apart by their uuid: an index means something else in a process that sees other GPUs."""
+        visible = {
+            str(torch.cuda.get_device_properties(index).uuid): index for index in range(torch.cuda.device_count())
+        }
+        if not devices <= set(visible):
+            return "this process does not see the GPUs of all ranks"
         mine = self.device.index
-        reachable = all(
-            one["index"] == mine or torch.cuda.can_device_access_peer(mine, one["index"]) for one in devices
-        )
-        return "" if all(group.exchange(reachable)) else "the GPUs have no peer access"
+        if all(visible[one] == mine or torch.cuda.can_device_access_peer(mine, visible[one]) for one in devices):
+            return ""
+        return "the GPUs have no peer access"
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -99,7 +110,9 @@ class CudaFabric(Fabric):
             words.address(rank) if not self._no_peers or rank == self.group.rank else 0
             for rank in range(self.group.size)
         ]
-        return CudaSignals(self, bases, count, owner=words)
+        made = CudaSignals(self, bases, count, owner=words)
+        self._signals.add(made)
+        return made
 
     def signal_word(self, signals: Signals, index: int) -> torch.Tensor:
         """My word of device-side `signals`, for a kernel."""
@@ -110,7 +123,9 @@ class CudaFabric(Fabric):
         """In pinned host memory: the watchdog can set them by a plain store, whatever state the driver is in."""
         words = PinnedSegment(self.group, self.group.size * count * WORD_STRIDE, "flags between streams")
         bases = [words.address + rank * count * WORD_STRIDE for rank in range(self.group.size)]
-        return CudaSignals(self, bases, count, owner=words)
+        made = CudaSignals(self, bases, count, owner=words)
+        self._signals.add(made)
+        return made
 
     def lanes(self) -> dict[str, str]:
         apart = "" if len(self.group.local_ranks) == self.group.size else "the group spans several nodes"
@@ -138,15 +153,16 @@ class CudaFabric(Fabric):
 
     @contextlib.contextmanager
     def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
-        self.guard.enter(outputs)
-        try:
-            yield
-        except BaseException:
-            for output in outputs:
-                poison(output)
-            raise
-        finally:
-            self.guard.leave()
+        with torch.cuda.device(self.device):  # a thread that never chose a device starts on the first
+            self.guard.enter()
+            try:
+                yield
+            except BaseException:
+                for output in outputs:
+                    poison(output)
+                raise
+            finally:
+                self.guard.leave(outputs)
 
     def close(self) -> None:
         if self.group.failed:
@@ -195,7 +211,7 @@ class CudaSignals(Signals):
 
     def read(self, index: int) -> int:
         """Waits for the current stream."""
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(self._fabric.device).synchronize()
         if isinstance(self._owner, PinnedSegment):
             return int(atomics.load(self.address(self._rank, index)))
         return int(self._owner.local[index * _WORDS].item())
@@ -203,12 +219,17 @@ class CudaSignals(Signals):
     def address(self, rank: int, index: int) -> int:
         if not 0 <= index < self.count:
             raise errors.InvalidArgument(argument="index", was=index, must=f"between 0 and {self.count - 1}")
+        if not self._bases:
+            raise errors.BufferReleased(shape=f"{self.count} signals")
         if self._bases[rank] == 0:
             raise errors.NoPeerPointer(peer=rank, rank=self._rank, reason=self._fabric.lanes()["peer"])
         return self._bases[rank] + index * WORD_STRIDE
 
     def release(self) -> None:
+        if not self._bases:
+            return
         first = self._bases[self._rank]
+        self._bases = []
         self._fabric.guard.forget(first, first + self.count * WORD_STRIDE)
         if isinstance(self._owner, PinnedSegment):
             self._owner.close()
@@ -220,14 +241,15 @@ class CudaStream(Stream):
     """A torch stream beside the current one."""
 
     def __init__(self, device: torch.device, priority: int) -> None:
+        self._device = device
         self.stream = stream_memory.new_stream(device, priority=priority)
 
     def fork(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def run(self, work: Callable[[], None]) -> None:
         with torch.cuda.stream(self.stream):
             work()
 
     def join(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream(self._device).wait_stream(self.stream)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import InvalidArgument
 from . import stream_memory, timeline
 from .base import Incoming, Lane, Outgoing, SymmetricBuffer
 from .pinned import PinnedSegment
@@ -77,6 +78,7 @@ class CopyLane(Lane):
     name = "dma"
 
     def __init__(self, fabric: CudaFabric) -> None:
+        self._device = fabric.device
         self._pairs = fabric.handoffs()
         self._stream = stream_memory.new_stream(fabric.device, priority=-1)
 
@@ -85,7 +87,7 @@ class CopyLane(Lane):
 
     def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
         destination_address(buffer, peer, start, source)
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._pairs.claim(peer, slot)
             with timeline.event("copy", engine=self.name, bytes=source.nbytes, to=peer):
@@ -103,7 +105,7 @@ class CopyLane(Lane):
         self._pairs.release()
 
     def flush(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class StagedLane(Lane):
@@ -119,7 +121,7 @@ class StagedLane(Lane):
     name = "dma"
 
     def __init__(self, fabric: CudaFabric) -> None:
-        self._size, self._rank = fabric.group.size, fabric.group.rank
+        self._size, self._rank, self._device = fabric.group.size, fabric.group.rank, fabric.device
         self._chunk_bytes = chunk_bytes(self._size)
         chunks = self._size * (self._size - 1) * CHUNK_SLOTS
         self._ring = PinnedSegment(fabric.group, max(1, chunks) * self._chunk_bytes, "the staging ring of lane dma")
@@ -132,6 +134,8 @@ class StagedLane(Lane):
 
     def _chunk(self, sender: int, receiver: int, slot: int) -> int:
         """Address of a chunk slot in the pinned segment."""
+        if sender == receiver:
+            raise InvalidArgument(argument="peer", was=sender, must="another rank")
         pair = sender * (self._size - 1) + receiver - (receiver > sender)
         return self._ring.address + (pair * CHUNK_SLOTS + slot) * self._chunk_bytes
 
@@ -143,7 +147,7 @@ class StagedLane(Lane):
 
     def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
         """Enqueued chunk by chunk in turn: neither direction waits until the host has enqueued all of the other."""
-        here = torch.cuda.current_stream()
+        here = torch.cuda.current_stream(self._device)
         steps: list[Iterator[None]] = []
         if outgoing:
             self._out.wait_stream(here)
@@ -196,7 +200,7 @@ class StagedLane(Lane):
         """The receiver's own copy chose the place: nobody else writes there."""
 
     def flush(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._out)
+        torch.cuda.current_stream(self._device).wait_stream(self._out)
 
     def close(self) -> None:
         self._pairs.release()

@@ -54,7 +54,8 @@ class Group:
         self.name = process_group.group_name
         self.lock = threading.RLock()
         self.calls = 0
-        self._agreed: tuple[str, str, str] | None = None
+        self._agreed: set[tuple[str, str, str]] = set()
+        self._last_agreed: tuple[str, str, str] | None = None
         self.closed = False
         self._failure: errors.UndertowError | None = None
         self._failure_lock = threading.Lock()
@@ -64,6 +65,7 @@ class Group:
         self._abort_hooks: list[Callable[[errors.UndertowError], None]] = []
         self._tick_hooks: list[Callable[[float], None]] = []
         self._fabric: Fabric | None = None
+        self.when_closed: Callable[[Group], None] | None = None
 
         self._store = meeting.store_for(process_group)
         self._gloo_groups = 0
@@ -76,7 +78,7 @@ class Group:
         watchdog.instance().add(self)
         try:
             self.control = self.gloo("control")
-            self.nodes = node.assign(self.exchange(sorted(self._rings)))
+            self.nodes = node.assign(self.exchange(sorted(self._rings), "the nodes of a group"))
         except BaseException:
             watchdog.instance().remove(self)
             raise
@@ -92,6 +94,8 @@ class Group:
     def fabric(self) -> Fabric:
         """The fabric of this group, made at first use. Making it is collective."""
         with self.lock:
+            if self.closed:
+                self.check()
             if self._fabric is None:
                 from .open import open_fabric
 
@@ -118,9 +122,9 @@ class Group:
 
     # -- host-side exchange ------------------------------------------------------------------------------------
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything JSON can hold), by rank. Collective."""
-        payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    def exchange(self, value: Any, purpose: str) -> list[Any]:
+        """Every rank's `value` (anything JSON can hold), by rank. Collective, for the same `purpose` on all ranks."""
+        payload = torch.frombuffer(bytearray(json.dumps([purpose, value]).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         self.complete(lambda: self.control.allgather([sizes], [torch.tensor([payload.numel()])]), "exchange")
         longest = max(int(size) for size in sizes)
@@ -128,7 +132,15 @@ class Group:
         padded[: payload.numel()] = payload
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
         self.complete(lambda: self.control.allgather([parts], [padded]), "exchange")
-        return [json.loads(bytes(part[: int(size)].numpy()).decode()) for part, size in zip(parts, sizes, strict=True)]
+        values = []
+        for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            theirs, other = json.loads(bytes(part[: int(size)].numpy()).decode())
+            if theirs != purpose:
+                raise errors.MismatchedCall(
+                    group=self.name, call=self.calls, rank=self.rank, mine=purpose, other_rank=rank, theirs=theirs
+                )
+            values.append(other)
+        return values
 
     def barrier(self) -> None:
         """Return once every rank of the group has called this. Collective, on the host."""
@@ -256,8 +268,8 @@ class Group:
     # -- calls -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def call(self, operator: str, shape: str, plan: str, outputs: tuple[torch.Tensor, ...] = ()) -> Iterator[int]:
-        """Bracket one operator call: flight record, mismatch check, poisoned `outputs` should it be aborted."""
+    def call(self, operator: str, shape: str, plan: str) -> Iterator[int]:
+        """Bracket one operator call: its flight record, and the check that all ranks mean the same."""
         self.check()
         with self.lock:
             self.calls += 1
@@ -266,27 +278,28 @@ class Group:
             ticket = ring.begin(call.encode())
             failed = True
             try:
-                if settings.CHECK.is_on() or self._is_news_to_gloo(call):
+                if settings.CHECK.is_on() or self._is_news(call):
                     self._compare(call)
-                with self.fabric.guarded_call(outputs):
-                    yield self.calls
+                yield self.calls
                 failed = False
             finally:
                 ring.end(ticket, failed=failed)
 
-    def _is_news_to_gloo(self, call: Call) -> bool:
-        """Whether this call differs from the last one that all ranks agreed on, and Gloo will carry it.
+    def _is_news(self, call: Call) -> bool:
+        """Whether the ranks should first compare this call: its kind was never seen here, or Gloo will carry it.
 
-        Gloo ends the process, or takes half a message for a whole, when sizes differ. The last agreed call is the same
-        on all ranks, so of ranks that differ at least one comes to compare, and never reaches Gloo.
+        Once per kind of call is enough where a later disagreement only waits until the deadline. Gloo ends the process,
+        or takes half a message for a whole, when sizes differ, so there each change is compared. The last agreed call is
+        the same on all ranks: of ranks that differ, at least one comes to compare and never reaches Gloo.
         """
-        same = self._agreed == (call.operator, call.shape, call.plan)
-        return not same and self.device.type == "cpu" and call.plan.endswith(":net")
+        kind = (call.operator, call.shape, call.plan)
+        by_gloo = self.device.type == "cpu" and ":net" in call.plan
+        return kind not in self._agreed or (by_gloo and kind != self._last_agreed)
 
     def _compare(self, call: Call) -> None:
         """All ranks see all calls, so all of them raise the same sentence and none launches anything."""
         mine = [call.number, call.operator, call.shape, call.plan]
-        calls = [Call(self.name, *theirs) for theirs in self.exchange(mine)]
+        calls = [Call(self.name, *theirs) for theirs in self.exchange(mine, "a call")]
         for rank, other in enumerate(calls):
             if not other.matches(calls[0]):
                 raise errors.MismatchedCall(
@@ -297,7 +310,8 @@ class Group:
                     other_rank=rank,
                     theirs=other.text,
                 )
-        self._agreed = (call.operator, call.shape, call.plan)
+        self._last_agreed = (call.operator, call.shape, call.plan)
+        self._agreed.add(self._last_agreed)
 
     # -- the watchdog's side -------------------------------------------------------------------------------------
 
@@ -326,6 +340,10 @@ class Group:
                 self._fabric.close()
                 self._fabric = None
             self.closed = True
+        self._abort_hooks.clear()
+        self._tick_hooks.clear()
+        if self.when_closed is not None:
+            self.when_closed(self)
         self.fall_silent()
         watchdog.instance().remove(self)
 

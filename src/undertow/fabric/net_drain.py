@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import errors
-from . import atomics, ring_layout
+from ..kernels import ring_layout
+from . import atomics
 from .logs import get_logger
 from .proxy import Arrivals, Drain, Post
 
@@ -100,7 +101,6 @@ class NetDrain(Drain):
         """Bytes first, then the signal, which releases them."""
         buffer, offset, size, signal = fields
         flat = self._proxy.buffers[buffer].as_type(torch.uint8).local
-        address = 0
         if self._stream is None:
             flat[offset : offset + size].copy_(data)
         else:
@@ -109,13 +109,13 @@ class NetDrain(Drain):
             self._stream.synchronize()  # `data` may go
         if signal == ring_layout.NO_SIGNAL:
             return
-        address, count = self._arrivals.next(signal)
         if self._stream is None:
-            atomics.store(address, count)
-        else:
-            from . import stream_memory
+            self._arrivals.advance(signal, atomics.store)
+            return
+        from .stream_memory import write
 
-            stream_memory.write(self._stream.cuda_stream, address, count)
+        stream = self._stream.cuda_stream
+        self._arrivals.advance(signal, lambda address, count: write(stream, address, count))
 
     def close(self) -> None:
         if self._group.failed:

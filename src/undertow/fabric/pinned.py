@@ -23,16 +23,19 @@ class PinnedSegment:
                 segment = Segment.create(size, purpose)
             except errors.OutOfSharedMemory as error:
                 failure = str(error)
-        path, failure = group.exchange([segment.path if segment else "", failure])[0]
-        if failure:
-            raise errors.AllocationFailed(rank=0, reason=failure)
-        self.segment = segment or Segment.open(path)
-        group.barrier()  # everybody has mapped it: the descriptor can go, and nothing has a name any more
-        self.segment.seal()
+        path, failure = group.exchange([segment.path if segment else "", failure], purpose)[0]
+        if not failure:
+            try:
+                self.segment = segment or Segment.open(path)
+                stream_memory.register(self.segment.address, self.segment.size)
+            except (OSError, errors.UndertowError) as error:
+                failure = str(error)  # told to all ranks below: none may be left waiting for this one
+        for rank, reason in enumerate(group.exchange(failure, f"{purpose}, mapped")):
+            if reason:
+                raise errors.AllocationFailed(rank=rank, reason=reason)
+        self.segment.seal()  # everybody has mapped it: nothing has a name any more
         self.address = self.segment.address
-        stream_memory.register(self.address, self.segment.size)
         self._registered = True
-        group.barrier()
 
     def close(self) -> None:
         """Unpin. The device must not use it any more."""

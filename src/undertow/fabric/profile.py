@@ -135,7 +135,7 @@ def _gemm_curve(group: Group, effort: Effort, matmul: Work) -> list[list[float]]
         variants = {threads: _with_threads(threads, matmul) for threads in _counts(usable_cores(), 1)}
         taken = compare(_named(variants), repeats=effort.rounds, warmup=1) if group.rank == 0 else None
         points = [[threads, taken.estimate(str(threads)).median] for threads in variants] if taken else []
-        return list(group.exchange(points)[0])
+        return list(group.exchange(points, "points of a curve")[0])
     variants = _partitions(group, matmul)
     taken = compare(
         _named(variants), repeats=effort.rounds, reduce_max=group.reduce_max, before=group.barrier, warmup=2
@@ -178,7 +178,9 @@ def _partitions(group: Group, matmul: Work) -> dict[int, Work]:
             parts[sms]()
     except StrategyUnavailable as error:
         refusal = str(error)
-    refusals = [reason for reason in group.exchange(refusal) if reason]  # all ranks measure the same variants
+    refusals = [
+        reason for reason in group.exchange(refusal, "partitions") if reason
+    ]  # all ranks measure the same variants
     if refusals:
         logs.once("partitions", f"The matmul is measured on all visible SMs only: {refusals[0]}")
         return {visible: matmul}

@@ -13,14 +13,15 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from .. import errors
-from . import atomics, ring_layout
+from ..kernels import ring_layout
+from . import atomics
 from .base import Fabric, Signals, SymmetricBuffer
 from .logs import get_logger
 from .segment import Segment
@@ -88,6 +89,7 @@ class Proxy:
         self.group.barrier()
         self._thread = threading.Thread(target=self._run, name="undertow-proxy", daemon=True)
         self._thread.start()
+        fabric.adopt(self)
 
     def _make_drain(self, fabric: Fabric, lane: str) -> Drain:
         if lane == "net":
@@ -145,6 +147,9 @@ class Proxy:
         if not self.on_device:
             self.signals.wait(index, count, sender)
             return
+        if torch.cuda.is_current_stream_capturing():
+            must = "outside a capture, where each replay would need another count; use epochs in the kernel"
+            raise errors.InvalidArgument(argument="the call", was="inside a CUDA graph capture", must=must)
         from ..kernels.signals import wait_kernel
         from .cuda import CudaFabric
 
@@ -168,11 +173,21 @@ class Proxy:
             return
         if not self.group.failed:
             self.group.barrier()
+        self._end()
+        if self.group.failed:
+            return  # a kernel may still poll the signals, a thread still write them: they go with the process
+        self._drain.close()
+        self.signals.release()
+
+    def stop(self) -> None:
+        """End the thread without asking the others; for the fabric, when it is closed before the proxy."""
+        if not self._stopping:
+            self._end()
+
+    def _end(self) -> None:
         self._stopping = True
         while self._thread.is_alive() and not self.group.failed:  # it may be sending to a rank that is lost
             self._thread.join(0.05)
-        self._drain.close()
-        self.signals.release()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -182,14 +197,12 @@ class Proxy:
 
             torch.cuda.set_device(self.group.device)
             stream_memory.allow_other_captures()
-        word, value = np.zeros(1, dtype=np.uintp), np.zeros(1, dtype=np.int32)
         idle_since = time.monotonic()
         try:
             while True:
-                word[0] = self.address + ring_layout.descriptor_offset(self._taken, self.capacity)
-                value[0] = ring_layout.ready_value(self._taken)
+                ready = self.address + ring_layout.descriptor_offset(self._taken, self.capacity)
                 busy = False
-                if atomics.load(int(word[0])) == int(value[0]):
+                if atomics.load(ready) == ring_layout.ready_value(self._taken):  # acquires the descriptor
                     self._drain.start(self._take())
                     busy = True
                 busy = self._drain.progress() or busy
@@ -259,11 +272,13 @@ class Arrivals:
         self._rank = group.rank
         self._signals = signals
         self._counts = [0] * signals.count
+        self._lock = threading.Lock()
 
-    def next(self, index: int) -> tuple[int, int]:
-        """Address of the signal and the value that says one more has arrived."""
-        self._counts[index] += 1
-        return self._signals.address(self._rank, index), _int32(self._counts[index])
+    def advance(self, index: int, store: Callable[[int, int], None]) -> None:
+        """Say that one more has arrived, by `store(address, value)`; in one step, as two threads may deliver."""
+        with self._lock:
+            self._counts[index] += 1
+            store(self._signals.address(self._rank, index), _int32(self._counts[index]))
 
 
 def _int32(value: int) -> int:

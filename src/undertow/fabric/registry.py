@@ -31,12 +31,24 @@ def init(deadline: float | None = None) -> Group:
     global _initialised_here
     with _groups_lock:
         if not dist.is_initialized():
+            _prepare_cuda()
             if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 _join_job()
             else:
                 dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
             _initialised_here = True
         return as_group(None, deadline=deadline)
+
+
+def _prepare_cuda() -> None:
+    """What must be said before CUDA starts, unless the user has said otherwise.
+
+    A kernel loaded for the first time behind a waiting stream would hang, and streams that share a hardware queue hold
+    each other up.
+    """
+    if default_device().type == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def _join_job() -> None:
@@ -70,13 +82,21 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None, deadline: flo
     with _groups_lock:
         known = _groups.get(process_group.group_name)
         if known is not None and known.process_group is process_group and not known.closed:
+            if deadline is not None:
+                known.deadline = _deadline(deadline)
             return known
         if known is not None:
             known.close()  # torch.distributed was torn down and made again under the same name
         made = Group(process_group, default_device(), _deadline(deadline))
         _groups[process_group.group_name] = made
+        made.when_closed = _forget
         _leave_at_exit()
         return made
+
+
+def _forget(group: Group) -> None:
+    if _groups.get(group.name) is group:
+        del _groups[group.name]
 
 
 def _deadline(given: float | None) -> float:
@@ -114,8 +134,15 @@ def default_device() -> torch.device:
     kind = settings.DEVICE.get() or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
+    if kind != "cuda":
+        raise errors.InvalidArgument(argument=settings.DEVICE.name, was=repr(kind), must="cpu or cuda")
+    visible = torch.cuda.device_count()
+    if visible == 0:
+        raise errors.InvalidArgument(argument=settings.DEVICE.name, was="cuda", must="cpu, as no GPU is visible here")
     index = settings.DEVICE_INDEX.get() or os.environ.get("LOCAL_RANK", "0")
-    return torch.device("cuda", int(index) % torch.cuda.device_count())
+    if not index.isdecimal():
+        raise errors.InvalidArgument(argument=settings.DEVICE_INDEX.name, was=repr(index), must="the number of a GPU")
+    return torch.device("cuda", int(index) % visible)
 
 
 def _backend() -> str:
@@ -140,7 +167,6 @@ def shutdown() -> None:
         if _initialised_here and dist.is_initialized() and healthy:
             dist.destroy_process_group()
         _initialised_here = False
-_times_joined = 0
 
 
 def _leave_at_exit() -> None:

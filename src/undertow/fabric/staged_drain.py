@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from . import atomics, ring_layout, stream_memory
+from ..kernels import ring_layout
+from . import atomics, stream_memory
 from .pinned import PinnedSegment
 from .proxy import Arrivals, Drain, Post, _int32
 from .segment import PAGE
@@ -99,7 +100,7 @@ class StagedDrain(Drain):
             address = self._proxy.buffers[buffer].address(self._rank) + offset
             stream_memory.to_device(stream, address, place + PAGE, size)
         if last and signal != ring_layout.NO_SIGNAL:
-            stream_memory.write(stream, *self._arrivals.next(signal))
+            self._arrivals.advance(signal, lambda address, count: stream_memory.write(stream, address, count))
         stream_memory.write(stream, self._pair(sender, self._rank), _int32(number))
         self._received[sender] = number
         return True

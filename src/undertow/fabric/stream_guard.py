@@ -1,8 +1,9 @@
 """The watchdog's hand inside the GPU: streams cannot time out, so somebody must know what they wait for.
 
-Every stream wait of this rank is registered with its target. When the group fails, outputs of the calls in flight are
-poisoned (enqueued behind the waits, so the poison comes last), and then every registered word is set to its target,
-again and again: a replayed graph clears words and waits anew.
+Every stream wait of this rank is registered with its target. When the group fails, the abort word is set, and then
+every registered word is set to its target, again and again: a replayed graph clears words and waits anew. The last
+operation of every call is a kernel that poisons the outputs if the abort word is set. It stands in the stream's own
+order, also in a captured graph, so nothing of the call can come after it.
 
 Whether a stream hangs is read from a pinned word of its own. The stream sets it to BUSY when a call (or a wait outside
 any call) begins and to IDLE when it ends; the watchdog turns BUSY into SEEN. A word that stays SEEN belongs to one and
@@ -13,14 +14,14 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
 
 from .. import errors
+from ..kernels.poison import poison_if_aborted
 from . import atomics, stream_memory
-from .base import WORD_STRIDE, poison
+from .base import WORD_STRIDE
 from .logs import get_logger
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 
 IDLE, BUSY, SEEN = 0, 1, 2
 _KERNEL_LATE = 2  # what kernels report when a signal did not come in time; see kernels/signals.py
-_STREAMS = 64  # streams watched at a time; more of them share words, which only delays the verdict
-_RELEASING_SECONDS = 20.0
-_RELEASING_PERIOD = 0.002
+_STREAMS = 1024  # words for as many streams
+_HASTE_SECONDS = 20.0  # for so long words are released at the short period, then at the long one
+_SHORT_PERIOD, _LONG_PERIOD = 0.002, 0.05
 
 
 class StreamGuard:
@@ -45,12 +46,12 @@ class StreamGuard:
         self._busy_of: dict[int, int] = {}  # stream handle -> address of its word
         self._stream = stream_memory.new_stream(self._device, priority=-1)
         self._waits: dict[int, tuple[int, bool]] = {}
-        self._running: list[tuple[torch.cuda.Stream, weakref.ref[torch.Tensor]]] = []
-        self._captured: list[weakref.ref[torch.Tensor]] = []
         self._depth = 0
         self._seen_since: dict[int, float] = {}
         self._bound_threads = threading.local()
         self._closed = False
+        poison_if_aborted(torch.zeros(8, device=self._device), self.abort)  # loaded now: later it stands behind waits
+        torch.cuda.synchronize(self._device)
         group.on_abort(self._on_abort)
         group.on_every_tick(self._tick)
 
@@ -65,20 +66,17 @@ class StreamGuard:
         for address in [one for one in self._waits if first <= one < last]:
             del self._waits[address]
 
-    def enter(self, outputs: tuple[torch.Tensor, ...]) -> None:
+    def enter(self) -> None:
         """A call begins on the current stream."""
         self._depth += 1
-        stream = torch.cuda.current_stream(self._device)
-        if torch.cuda.is_current_stream_capturing():
-            self._captured = [one for one in self._captured if one() is not None]
-            self._captured.extend(weakref.ref(output) for output in outputs)
-        else:
-            self._running = [(stream, weakref.ref(output)) for output in outputs]
         if self._depth == 1:
-            stream_memory.write(stream.cuda_stream, self._busy(stream.cuda_stream), BUSY)
+            stream = stream_memory.current_stream(self._device)
+            stream_memory.write(stream, self._busy(stream), BUSY)
 
-    def leave(self) -> None:
-        """The call's last work was enqueued."""
+    def leave(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        """All work of the call was enqueued; should it be aborted, its `outputs` are poisoned last."""
+        for output in outputs:
+            poison_if_aborted(output, self.abort)
         self._depth -= 1
         if self._depth == 0:
             stream = stream_memory.current_stream(self._device)
@@ -99,13 +97,13 @@ class StreamGuard:
         """Address of the stream's word."""
         address = self._busy_of.get(stream)
         if address is None:
-            index = 2 + len(self._busy_of) % _STREAMS
+            if len(self._busy_of) == _STREAMS:
+                reason = f"calls on more than {_STREAMS} streams cannot be watched; use fewer, longer-lived streams"
+                raise errors.UndertowError(reason=f"{reason}.")
+            index = 2 + len(self._busy_of)
             address = self._words.data_ptr() + index * WORD_STRIDE
             self._busy_of[stream] = address
         return address
-
-    def _is_busy(self) -> bool:
-        return any(atomics.load(address) != IDLE for address in set(self._busy_of.values()))
 
     def _bind(self) -> None:
         """Driver calls need the device's context on the calling thread."""
@@ -130,7 +128,7 @@ class StreamGuard:
         if int(self.error[0]) == _KERNEL_LATE:
             self._group.fail(self._group.why_waiting(None, "a kernel waited for a signal until its deadline"))
             return
-        for address in set(self._busy_of.values()):
+        for address in list(self._busy_of.values()):
             state = atomics.load(address)
             if state == BUSY:
                 if atomics.compare_and_set(address, BUSY, SEEN):
@@ -145,33 +143,19 @@ class StreamGuard:
             threading.Thread(target=self._let_go, name="undertow-release", daemon=True).start()
 
     def _let_go(self) -> None:
-        """Poison first, release second. On a thread of its own: the watchdog must go on watching."""
+        """On a thread of its own: the watchdog must watch on. Words in host memory go first: they need no driver."""
         self.abort.fill_(1)
+        haste = time.monotonic() + _HASTE_SECONDS
         try:
-            self._bind()
-            if self._is_busy():
-                for stream, output in self._running:
-                    tensor = output()
-                    if tensor is not None:
-                        with torch.cuda.stream(stream):
-                            poison(tensor)
-            until = time.monotonic() + _RELEASING_SECONDS
-            while time.monotonic() < until and not self._closed:
-                self._release_once()
-                time.sleep(_RELEASING_PERIOD)
+            while not self._closed:
+                waits = list(self._waits.items())
+                for address, (target, on_host) in waits:
+                    if on_host:
+                        atomics.store(address, target)
+                for address, (target, on_host) in waits:
+                    if not on_host:
+                        self._bind()
+                        stream_memory.write(self._stream.cuda_stream, address, target)
+                time.sleep(_SHORT_PERIOD if time.monotonic() < haste else _LONG_PERIOD)
         except (errors.UndertowError, RuntimeError) as failure:  # the context went with the lost rank
             get_logger().error("Could not release the streams of rank %d: %s", self._group.rank, failure)
-
-    def _release_once(self) -> None:
-        for address, (target, on_host) in list(self._waits.items()):
-            if on_host:
-                atomics.store(address, target)
-            else:
-                stream_memory.write(self._stream.cuda_stream, address, target)
-        if not self._is_busy():
-            return
-        for output in self._captured:
-            tensor = output()
-            if tensor is not None:
-                with torch.cuda.stream(self._stream):
-                    poison(tensor)

@@ -10,6 +10,7 @@ Python (about a microsecond, without the GIL).
 from __future__ import annotations
 
 import ctypes
+import weakref
 from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
@@ -53,6 +54,7 @@ def _declare() -> dict[str, Any]:
         "cuStreamQuery": [c_void_p],
         "cuStreamCreateWithPriority": [ctypes.POINTER(c_void_p), c_uint32, c_int],
         "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(c_int)],
+        "cuStreamDestroy_v2": [c_void_p],
         "cuGetErrorName": [c_int, ctypes.POINTER(ctypes.c_char_p)],
     }
     functions = {}
@@ -91,10 +93,13 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     Streams share a few hardware queues, and a stream that waits for a word blocks whatever is behind it in its queue.
     The pool makes 32 streams at once; two of those that wait for each other's work would often share a queue.
     """
-    torch.cuda.synchronize(device)  # the driver needs torch's context, current on this thread
     handle = c_void_p()
-    _check(_driver["cuStreamCreateWithPriority"](ctypes.byref(handle), _NON_BLOCKING, priority))
-    return torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        torch.cuda.synchronize(device)  # the driver needs torch's context, current on this thread
+        _check(_driver["cuStreamCreateWithPriority"](ctypes.byref(handle), _NON_BLOCKING, priority))
+    stream = torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
+    weakref.finalize(stream, _driver["cuStreamDestroy_v2"], handle.value).atexit = False
+    return stream
 
 
 def write(stream: int, address: int, value: int) -> None:

@@ -20,15 +20,16 @@ class InThread:
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._done = threading.Event()
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         threading.Thread(target=self._run, args=(call,), name="undertow-wait", daemon=True).start()
 
     def _run(self, call: Callable[[], object]) -> None:
         try:
             call()
-        except RuntimeError as error:  # raised again by `wait`, in the thread that asked
+        except Exception as error:  # raised again by `wait`, in the thread that asked
             self._error = error
-        self._done.set()
+        finally:
+            self._done.set()
 
     def is_completed(self) -> bool:
         return self._done.is_set()

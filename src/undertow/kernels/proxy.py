@@ -1,6 +1,6 @@
 """The device side of the proxy ring: a kernel asks the host to move bytes where it has no peer pointer.
 
-The layout and the host's half of the protocol stand in `fabric/ring_layout.py`. The device's half, for one descriptor:
+The layout and the host's half of the protocol stand in `kernels/ring_layout.py`. The device's half, for one descriptor:
 
     CTA's stores to the source -> barrier -> ticket (acq_rel) -> room (acquire the tail) -> words 1..7 -> barrier
     -> release the ready word
@@ -12,7 +12,7 @@ reads the bytes that the CTA stored, and those that it had acquired from others.
 import triton
 import triton.language as tl
 
-from ..fabric import ring_layout
+from . import ring_layout
 from .signals import ARRIVED, release_word, report_error, signal_wait
 
 _TAIL_INDEX = tl.constexpr(ring_layout.TAIL_OFFSET // 4)

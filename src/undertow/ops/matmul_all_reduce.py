@@ -63,12 +63,11 @@ def matmul_all_reduce(
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
     same_on_all = f"M {x.shape[0]}, N {w.shape[1]}, {str(x.dtype).removeprefix('torch.')}"
     y = x.new_empty(x.shape[0], w.shape[1]) if out is None else out
-    lane = on.fabric.lane(
-        chosen.lane
-    )  # opened here: opening is collective and slow, and no part of the call's own time
-    with on.call("matmul_all_reduce", same_on_all, chosen.name, outputs=(y,)) as number:
+    with on.call("matmul_all_reduce", same_on_all, f"{chosen.name} {chosen.digest}") as number:
+        lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
+        with on.fabric.guarded_call((y,)):
+            _execute(x, w, y, chosen, on.fabric, lane)
         remember(Explanation("matmul_all_reduce", shape, on.name, number, strategy, chosen, reason))
-        _execute(x, w, y, chosen, on.fabric, lane)
     return y
 
 
@@ -109,7 +108,7 @@ def _check(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, group: Gr
     for name, tensor in (("x", x), ("w", w)):
         if tensor.dim() != 2:
             raise InvalidArgument(argument=name, was=f"of shape {list(tensor.shape)}", must="a matrix")
-        if tensor.device.type != group.device.type:
+        if tensor.device != group.device:
             raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {group.device}")
         if tensor.dtype not in _DTYPES:
             must = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
@@ -120,7 +119,12 @@ def _check(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, group: Gr
         )
     if w.dtype != x.dtype:
         raise InvalidArgument(argument="w", was=f"of {w.dtype}", must=f"of {x.dtype}, as x is")
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        must = "detached, or the call under torch.no_grad(): this operator has no backward yet"
+        raise InvalidArgument(argument="x or w", was="a tensor that requires a gradient", must=must)
     if out is not None:
+        if any(out.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in (x, w) if one.numel()):
+            raise InvalidArgument(argument="out", was="in the storage of x or w", must="a tensor of its own")
         shape = [x.shape[0], w.shape[1]]
         if list(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
             was = f"{list(out.shape)} {out.dtype} on {out.device}"

@@ -1,0 +1,109 @@
+"""What happens after an end: functions that run inside ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import torch
+import torch.distributed as dist
+
+import undertow as ut
+from undertow import errors
+from undertow.fabric.proxy import Proxy
+
+
+def sentence(use: object) -> str:
+    try:
+        use()  # type: ignore[operator]
+    except errors.UndertowError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def use_after_close() -> list[str]:
+    """Signals, hand-offs, lanes, buffers and the fabric of a closed group: errors, never a wild pointer."""
+    group = ut.init()
+    fabric = group.fabric
+    signals, pairs, lane = fabric.signals(2), fabric.handoffs(), fabric.lane("peer")
+    buffer = fabric.buffer((4,), torch.float32)
+    group.barrier()
+    group.close()
+    other = 1 - group.rank
+    return [
+        sentence(lambda: signals.add(0, 0)),
+        sentence(lambda: pairs.free(other, 0)),
+        sentence(lambda: lane.free(other, 0)),
+        sentence(lambda: buffer.local),
+        sentence(lambda: group.fabric),
+        sentence(lambda: ut.matmul_all_reduce(torch.ones(2, 2), torch.ones(2, 2), group=group)),
+    ]
+
+
+def groups_come_and_go(times: int) -> list[tuple[int, int]]:
+    """Descriptors and threads after each sub-group was made, used and ended."""
+    group = ut.init()
+    counts = []
+    for _ in range(times):
+        process_group = dist.new_group(list(range(group.size)))
+        mine = ut.as_group(process_group)
+        ut.matmul_all_reduce(torch.ones(4, 4), torch.ones(4, 4), group=mine, strategy="chunked:dma")
+        group.barrier()
+        mine.close()
+        dist.destroy_process_group(process_group)
+        del mine, process_group
+        gc.collect()
+        group.barrier()
+        counts.append((len(os.listdir("/proc/self/fd")), threading.active_count()))
+    return counts
+
+
+def proxy_outlived(lane: str) -> list[str]:
+    """The fabric goes while a proxy is still there."""
+    group = ut.init()
+    Proxy(group.fabric, lane=lane)
+    group.barrier()
+    ut.shutdown()
+    return sorted(thread.name for thread in threading.enumerate() if thread.name == "undertow-proxy")
+
+
+def wrong_peers_and_slots() -> list[str]:
+    group = ut.init()
+    buffer = group.fabric.buffer((4,), torch.float32)
+    found = []
+    for name in ("peer", "net"):
+        lane = group.fabric.lane(name)
+        found.append(sentence(lambda lane=lane: lane.send(-1, torch.ones(4), buffer, 0, 0)))
+        found.append(sentence(lambda lane=lane: lane.send(group.size, torch.ones(4), buffer, 0, 0)))
+    found.append(sentence(lambda: group.fabric.lane("peer").send(1 - group.rank, torch.ones(4), buffer, 0, 8)))
+    return found
+
+
+def growth_after_capture() -> tuple[bool, bool, str]:
+    """A workspace that a graph has seen outlives its successor. The capture is feigned: the rule is the same."""
+    group = ut.init()
+    fabric = group.fabric
+    first = fabric.workspace("peer", 1 << 20)
+    fabric._capturing = lambda: True  # type: ignore[method-assign]
+    assert fabric.workspace("peer", 100) is first
+    refused = sentence(lambda: fabric.workspace("peer", 8 << 20))
+    fabric._capturing = lambda: False  # type: ignore[method-assign]
+    second = fabric.workspace("peer", 8 << 20)
+    alive = sentence(lambda: first.local) == "nothing was raised"
+    third = fabric.workspace("peer", 16 << 20)
+    return alive, sentence(lambda: second.local).startswith("BufferReleased") and third is not second, refused
+
+
+def different_parcels() -> None:
+    group = ut.init()
+    plans = [ut.Plan("chunked", "peer", ((0, 32), (32, 64))), ut.Plan("chunked", "peer", ((0, 16), (16, 64)))]
+    x = torch.ones(64, 8)
+    w = torch.ones(8, 8)
+    ut.matmul_all_reduce(x, w, strategy="serial:peer")
+    ut.matmul_all_reduce(x, w, plan=plans[group.rank])
+
+
+def different_lanes() -> None:
+    group = ut.init()
+    ut.matmul_all_reduce(torch.ones(8, 8), torch.ones(8, 8), strategy=("serial:peer", "serial:dma")[group.rank])

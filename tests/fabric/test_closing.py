@@ -1,0 +1,63 @@
+"""After an end, and at odds: an error with a sentence, never a wild pointer, a wrong sum or a leak."""
+
+from __future__ import annotations
+
+import closing_targets as targets
+import pytest
+import torch
+
+import undertow as ut
+from undertow.errors import InvalidArgument, LaunchFailed
+from undertow.ops.matmul_all_reduce import matmul_all_reduce
+
+
+def test_use_after_close() -> None:
+    for found in ut.launch(targets.use_after_close, 2, device="cpu", deadline=10):
+        kinds = [one.partition(":")[0] for one in found]
+        assert kinds == [*["BufferReleased"] * 4, "GroupClosed", "GroupClosed"], found
+
+
+def test_groups_leave_no_descriptor_and_no_thread() -> None:
+    for counts in ut.launch(targets.groups_come_and_go, 2, device="cpu", args=(5,), deadline=20):
+        assert counts[1:] == counts[:1] * 4, counts
+
+
+@pytest.mark.parametrize("lane", ["dma", "net"])
+def test_a_proxy_ends_with_its_fabric(lane: str) -> None:
+    assert ut.launch(targets.proxy_outlived, 2, device="cpu", args=(lane,), deadline=10) == [[], []]
+
+
+def test_wrong_peers_and_slots_are_refused() -> None:
+    for found in ut.launch(targets.wrong_peers_and_slots, 2, device="cpu", deadline=10):
+        assert all(one.startswith("InvalidArgument: peer is") for one in found[:-1]), found
+        assert found[-1] == "InvalidArgument: slot is 8, but must be between 0 and 7.", found
+
+
+def test_a_workspace_that_a_graph_uses_is_kept() -> None:
+    for kept, replaced, refused in ut.launch(targets.growth_after_capture, 2, device="cpu", deadline=10):
+        assert kept
+        assert replaced
+        assert refused.startswith("WorkspaceTooSmall: The call needs 8.0 MiB of workspace, 1.0 MiB is held")
+
+
+@pytest.mark.parametrize("target", [targets.different_parcels, targets.different_lanes])
+def test_ranks_at_odds(target: object) -> None:
+    with pytest.raises(LaunchFailed) as caught:
+        ut.launch(target, 2, device="cpu", deadline=2)  # type: ignore[arg-type]
+    outcomes = caught.value.facts["outcomes"]
+    assert any(one.startswith("MismatchedCall") for one in outcomes), outcomes
+    assert all(one.startswith(("MismatchedCall", "RankLost")) for one in outcomes), outcomes
+
+
+def test_gradients_and_aliases_are_refused() -> None:
+    ut.init()
+    try:
+        x, w = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
+        with pytest.raises(InvalidArgument, match="no backward yet"):
+            matmul_all_reduce(x, w)
+        with torch.no_grad():
+            assert torch.equal(matmul_all_reduce(x, w), torch.full((4, 4), 4.0))
+        with pytest.raises(InvalidArgument, match="storage of x or w"):
+            matmul_all_reduce(w, w, out=w)
+    finally:
+        ut.shutdown()
