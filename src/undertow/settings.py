@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,5 +37,12 @@ DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."
 )
 DEVICE_INDEX = Setting("UNDERTOW_DEVICE_INDEX", "", "Index of a rank's GPU; the launcher sets it. Unset: `LOCAL_RANK`.")
+
+
+def cache_folder() -> Path:
+    """Where files that can be made again are kept."""
+    chosen = CACHE_DIR.get()
+    return Path(chosen) if chosen else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "undertow"
+
 
 ALL: tuple[Setting, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Setting))

@@ -233,3 +233,9 @@ def test_profile_writes_to_the_cache(environment: dict[str, str], tmp_path: Path
     path = tmp_path / "cache" / "machine-cpu-2.toml"
     assert f"The machine file is {path}." in done.stdout
     assert set(Machine.load(path).lanes) == {"net", "peer", "dma"}
+
+
+def test_a_wrong_log_level_is_one_sentence() -> None:
+    done = subprocess.run([*COMMAND, "--log", "loud", "doctor"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("log level is 'loud', but must be one of")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -107,3 +108,15 @@ def different_parcels() -> None:
 def different_lanes() -> None:
     group = ut.init()
     ut.matmul_all_reduce(torch.ones(8, 8), torch.ones(8, 8), strategy=("serial:peer", "serial:dma")[group.rank])
+
+
+def busy_node() -> str:
+    """The first node holds the interpreter's lock for longer than a heart may be silent."""
+    group = ut.init()
+    assert group.nodes == (0, 1)
+    if group.rank == 0:
+        before = time.monotonic()
+        while time.monotonic() - before < 5:
+            sum(range(10**8))  # one C call after the other: no other thread of this process runs for long
+    y = ut.matmul_all_reduce(torch.ones(2, 2), torch.ones(2, 2), strategy="serial:net")
+    return str(y[0, 0].item())

@@ -186,6 +186,17 @@ def lanes_move_any_range(group: ut.Group) -> None:
 
 
 @check
+def lanes_report_their_speed(group: ut.Group) -> None:
+    if group.size == 1:
+        return
+    for name in ("peer", "dma"):
+        first = group.fabric.bandwidth(name, 1 << 20)
+        assert 1e6 < first < 1e14
+        assert group.fabric.bandwidth(name, 1 << 20) == first
+        assert group.exchange(first, "speeds") == [first] * group.size  # the slowest rank's, so the same on all
+
+
+@check
 def lanes_refuse_wrong_ranges(group: ut.Group) -> None:
     buffer = group.fabric.buffer((8,), torch.float32)
     for name in ("peer", "dma"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
@@ -153,6 +154,7 @@ def sleep_ignoring_sigterm() -> None:
 def fail_with_a_fabric_that_hangs() -> None:
     group = types.ModuleType("undertow.fabric.registry")
     group.shutdown = lambda: time.sleep(60)  # type: ignore[attr-defined]
+    group.abort = lambda reason: None  # type: ignore[attr-defined]
     sys.modules["undertow.fabric.registry"] = group
     raise ValueError("first")
 
@@ -168,3 +170,11 @@ def nested() -> list[str]:
 
 if __name__ == "__main__":
     launch(announce_and_sleep, int(sys.argv[1]), "cpu")
+
+
+def leave_a_child_behind(marker: str, how: str) -> None:
+    """Start a process of its own, then fail."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", marker])
+    if how == "raise":
+        raise ValueError("gone")
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import closing_targets as targets
 import pytest
 import torch
 
 import undertow as ut
+from undertow import settings
 from undertow.errors import InvalidArgument, LaunchFailed
 from undertow.ops.matmul_all_reduce import matmul_all_reduce
 
@@ -61,3 +64,13 @@ def test_gradients_and_aliases_are_refused() -> None:
             matmul_all_reduce(w, w, out=w)
     finally:
         ut.shutdown()
+
+
+def named_node() -> str:
+    """Each rank on a node of its own name, before the fabric is made."""
+    os.environ[settings.NODE.name] = f"node {os.environ['RANK']}"
+    return targets.busy_node()
+
+
+def test_a_busy_node_is_not_a_lost_one() -> None:
+    assert ut.launch(named_node, 2, device="cpu", deadline=30) == ["4.0", "4.0"]

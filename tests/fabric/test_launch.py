@@ -401,3 +401,16 @@ def test_a_launch_after_the_fork_server_was_killed() -> None:
     running.kill()
     running.wait()
     assert launch(targets.say_rank, 1, "cpu", args=("again",)) == ["again0"]
+
+
+@pytest.mark.parametrize("how", ["raise", "kill"])
+def test_what_a_failed_rank_started_goes_with_it(how: str) -> None:
+    marker = f"undertow-child-{os.getpid()}-{how}"
+    with pytest.raises(LaunchFailed):
+        launch(targets.leave_a_child_behind, 1, device="cpu", args=(marker, how))
+    deadline = time.monotonic() + 3
+    while (left := subprocess.run(["pgrep", "-f", marker], capture_output=True, check=False).stdout) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    assert not left

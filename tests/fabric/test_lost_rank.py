@@ -137,7 +137,7 @@ def kill_once(seed: int, folder: str, traces: Traces) -> float:
     assert (dead["pid"], dead["left"]) == (killer.pid, False)
     assert dead["records"][-1]["sequence"] == dead["calls"]
     assert dead["records"][-1]["operator"] == "matmul_all_reduce"
-    assert dead["records"][-1]["plan"] in targets.STRATEGIES
+    assert dead["records"][-1]["plan"].split()[0] in targets.STRATEGIES
     for rank in survivors:
         assert abs(record["ranks"][rank]["calls"] - dead["calls"]) <= 1
     traces.assert_none()

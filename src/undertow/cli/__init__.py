@@ -6,6 +6,7 @@ here imports torch at the top of a file, so that asking for help costs no second
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .. import __version__
+from .. import __version__, settings
 from ..errors import UndertowError
 from .demo import demo
 from .doctor import doctor
@@ -74,8 +75,13 @@ def _options(
         bool,
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave."),
     ] = False,
+    log: Annotated[str, typer.Option("--log", help="Level of messages, such as info, here and in the ranks.")] = "",
 ) -> None:
-    pass
+    if log:
+        from ..fabric import logs
+
+        logs.configure(log)
+        os.environ[settings.LOG.name] = log.upper()  # for the ranks
 
 
 def main() -> None:

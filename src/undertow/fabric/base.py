@@ -288,6 +288,7 @@ class Fabric(ABC):
         self._signals: weakref.WeakSet[Signals] = weakref.WeakSet()
         self._services: weakref.WeakSet[Service] = weakref.WeakSet()
         self._lanes: dict[str, Lane] = {}
+        self._bandwidths: dict[tuple[str, int], float] = {}
         self._lock = threading.RLock()
 
     # -- memory --------------------------------------------------------------------------------------------------
@@ -379,12 +380,12 @@ class Fabric(ABC):
         size = self.group.size
         pairs = Handoffs(self.flags(Handoffs.words(size, slots)), self.group.rank, size, slots)
         pairs.reset()
-        self._settle()
+        self.settle()
         self.group.barrier()
         return pairs
 
     @abstractmethod
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Return once what was enqueued so far is done."""
 
     def lane(self, name: str) -> Lane:
@@ -400,6 +401,15 @@ class Fabric(ABC):
                 self.group.exchange(None, f"opening lane {name}")  # ranks that open different ones hear of it here
                 self._lanes[name] = self._open_lane(name)
             return self._lanes[name]
+
+    def bandwidth(self, name: str, nbytes: int = 4 << 20) -> float:
+        """Measured bytes per second of a lane, per rank, with all ranks sending at once. Kept. Collective at first."""
+        key = (name, nbytes)
+        if key not in self._bandwidths:
+            from .bandwidth import measure
+
+            self._bandwidths[key] = measure(self, name, nbytes)
+        return self._bandwidths[key]
 
     @abstractmethod
     def lanes(self) -> dict[str, str]:

@@ -83,7 +83,7 @@ class CpuFabric(Fabric):
     def _capturing(self) -> bool:
         return False
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         return
 
     def _quiesce(self) -> None:

@@ -95,7 +95,7 @@ class CudaFabric(Fabric):
     def _capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
     def _quiesce(self) -> None:

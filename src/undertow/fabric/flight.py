@@ -182,10 +182,7 @@ def write_flight_record(where: str | Path | None, rings: Mapping[int, FlightRing
 def default_folder() -> Path:
     """Where flight records go: `UNDERTOW_FLIGHT_DIR`, else the user's cache."""
     chosen = settings.FLIGHT_DIR.get()
-    if chosen:
-        return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "undertow" / "flight"
+    return Path(chosen) if chosen else settings.cache_folder() / "flight"
 
 
 def _fields(data: bytes) -> dict[str, Any]:

@@ -216,11 +216,17 @@ def _report_ended(statuses: dict[int, int]) -> None:
     """Send the exit code of every ended rank to its launcher."""
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if pid == 0:
+        if ended is None:
             return
+        pid = ended.si_pid
+        if ended.si_code != os.CLD_EXITED or ended.si_status != 0:
+            # What a failed rank started goes with it. Before it is reaped: its number cannot have been given away yet.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
         pipe = statuses.pop(pid)
         with contextlib.suppress(BrokenPipeError):
             os.write(pipe, _NUMBER.pack(os.waitstatus_to_exitcode(status)))

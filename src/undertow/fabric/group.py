@@ -288,9 +288,9 @@ class Group:
     def _is_news(self, call: Call) -> bool:
         """Whether the ranks should first compare this call: its kind was never seen here, or Gloo will carry it.
 
-        Once per kind of call is enough where a later disagreement only waits until the deadline. Gloo ends the process,
-        or takes half a message for a whole, when sizes differ, so there each change is compared. The last agreed call is
-        the same on all ranks: of ranks that differ, at least one comes to compare and never reaches Gloo.
+        Once per kind of call is enough where a later disagreement only waits until the deadline. Gloo ends the
+        process, or takes half a message for a whole, when sizes differ, so there each change is compared. The last
+        agreed call is the same on all ranks: of ranks that differ, at least one compares and never reaches Gloo.
         """
         kind = (call.operator, call.shape, call.plan)
         by_gloo = self.device.type == "cpu" and ":net" in call.plan

@@ -1,8 +1,9 @@
 """News from other nodes, through the store.
 
 Each node's first rank advances a beat; the first rank of the next node watches it. Any rank that learns of a loss
-announces it under one key that all ranks of the group look at. A beat that stands still for `SILENCE` means that the
-whole node is gone (a single rank's death is seen and announced by its neighbours on the node).
+announces it under one key that all ranks of the group look at. Where a beat stands still for `SILENCE`, the watcher
+knocks at the silent node's door: its processes are gone, its host is gone, or it is only busy. (A single rank's death
+is seen and announced by its neighbours on the node.)
 
 A thread of its own talks to the store: when the store's host vanishes without a word (power, cable), a call to it
 blocks for minutes. The watchdog only looks at when the store answered last, so that even then it sees all else.
@@ -19,12 +20,14 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from .. import errors
+from .door import Door, knock
 
 if TYPE_CHECKING:
     from .group import Group
 
 PERIOD = 0.5
 SILENCE = 3.0
+_STALL = 1.5  # a pause of this process's own threads after which it cannot judge the silence of others
 _PATIENCE = 0.5  # seconds that a question, an announcement or a goodbye may take: the store may be dead
 _LEFT = 1 << 40  # a beat that no heart reaches: the node's first rank closed the group on purpose
 
@@ -41,7 +44,11 @@ class Heartbeat:
         self._watched = (self._node - 1) % (max(group.nodes) + 1)
         self._last_beat = -1
         self._last_change = time.monotonic()
-        self._last_answer = time.monotonic()
+        self._last_answer = self._last_tick = self._last_news = time.monotonic()
+        self._door: Door | None = None
+        if self._is_first:
+            self._door = Door()
+            self._store.set(f"door {self._node}", self._door.address)
         self._announcement: str | None = None
         self._ending = threading.Event()
         self._wanted = threading.Event()
@@ -51,6 +58,9 @@ class Heartbeat:
 
     def tick(self, now: float) -> None:
         """Called by the watchdog: has the store gone silent?"""
+        if now - self._last_tick > _STALL:  # this process itself stood still: it has not listened
+            self._last_answer = now
+        self._last_tick = now
         if not self._ending.is_set() and now - self._last_answer > SILENCE:
             reason = f"the store, or the way to its node, has been silent for {SILENCE:g} s"
             self._lose("unknown", reason)
@@ -94,6 +104,8 @@ class Heartbeat:
                 self._store.compare_set("lost", "", self._announcement)
             elif self._is_first:
                 self._store.add(f"beat {self._node}", _LEFT)
+        if self._door is not None:
+            self._door.close()
 
     def _exchange_news(self) -> None:
         if self._store.check(["lost"]):
@@ -103,10 +115,20 @@ class Heartbeat:
             self._store.add(f"beat {self._node}", 1)
             beat = self._store.add(f"beat {self._watched}", 0)
             now = time.monotonic()
-            if beat != self._last_beat:
+            if beat != self._last_beat or now - self._last_news > _STALL:  # or this process itself stood still
                 self._last_beat, self._last_change = beat, now
             elif beat < _LEFT and now - self._last_change > SILENCE:
-                self._lose(self._group.nodes.index(self._watched), f"its node has been silent for {SILENCE:g} s")
+                self._judge(now - self._last_change)
+            self._last_news = time.monotonic()
+            if self._door is not None:
+                self._door.look()
+
+    def _judge(self, silence: float) -> None:
+        """A silent node is lost if its process died or its host is gone, or at the deadline if it is only busy."""
+        alive = knock(self._store.get(f"door {self._watched}").decode())
+        if not alive or silence > self._group.deadline:
+            rank = self._group.nodes.index(self._watched)
+            self._lose(rank, f"its node has been silent for {min(silence, self._group.deadline):.0f} s")
 
     def _lose(self, rank: int | str, reason: str) -> None:
         self._group.fail(errors.RankLost(rank=rank, group=self._group.name, reason=reason))

@@ -132,7 +132,7 @@ def _matmul(group: Group, effort: Effort) -> Work:
 def _gemm_curve(group: Group, effort: Effort, matmul: Work) -> list[list[float]]:
     """Points of (workers, seconds). CPU: rank 0 alone, for the threads of one rank are the cores of the others."""
     if group.device.type == "cpu":
-        variants = {threads: _with_threads(threads, matmul) for threads in _counts(usable_cores(), 1)}
+        variants = {threads: _inside(group, threads, matmul) for threads in _counts(usable_cores(), 1)}
         taken = compare(_named(variants), repeats=effort.rounds, warmup=1) if group.rank == 0 else None
         points = [[threads, taken.estimate(str(threads)).median] for threads in variants] if taken else []
         return list(group.exchange(points, "points of a curve")[0])
@@ -153,18 +153,6 @@ def _counts(most: int, step: int) -> list[int]:
         return [*range(step, most, step), most]
     doublings = range(int(math.log2(most / step)) + 1)
     return sorted({step << exponent for exponent in doublings} | {most})
-
-
-def _with_threads(threads: int, matmul: Work) -> Work:
-    def run() -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            matmul()
-        finally:
-            torch.set_num_threads(before)
-
-    return run
 
 
 def _partitions(group: Group, matmul: Work) -> dict[int, Work]:

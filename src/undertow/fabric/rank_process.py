@@ -115,7 +115,7 @@ def main(channel: int) -> int:
         report, code = _describe(error)
         connection.send_bytes(pickle.dumps(report))
         _leave_within(SHUTDOWN_SECONDS, code)
-        _shut_down()
+        _shut_down(f"it failed with {type(error).__name__}")
         atexit._run_exitfuncs()
         return code
     connection.send_bytes(pickle.dumps(Returned(result)))
@@ -199,8 +199,10 @@ def _leave_within(seconds: float, code: int) -> None:
     timer.start()
 
 
-def _shut_down() -> None:
-    """Close the fabric if this rank ever opened one."""
-    group = sys.modules.get("undertow.fabric.registry")
-    if group is not None:
-        group.shutdown()
+def _shut_down(failure: str = "") -> None:
+    """Close the groups if this rank ever made one; after a failure, let go of what its streams wait for."""
+    registry = sys.modules.get("undertow.fabric.registry")
+    if registry is not None:
+        if failure:
+            registry.abort(failure)
+        registry.shutdown()

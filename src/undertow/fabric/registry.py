@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,7 +65,8 @@ def _join_job() -> None:
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     part = f"undertow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_times_joined}"
-    store = dist.PrefixStore(part, dist.TCPStore(host, port, is_master=False))
+    patience = timedelta(seconds=_deadline(None))
+    store = dist.PrefixStore(part, dist.TCPStore(host, port, is_master=False, timeout=patience))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
 

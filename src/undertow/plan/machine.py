@@ -174,9 +174,7 @@ class Machine:
 
 def default_path(device: str, ranks: int) -> Path:
     """Where the machine file of so many ranks on that device is kept, unless told otherwise."""
-    chosen = settings.CACHE_DIR.get()
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return (Path(chosen) if chosen else cache / "undertow") / f"machine-{device}-{ranks}.toml"
+    return settings.cache_folder() / f"machine-{device}-{ranks}.toml"
 
 
 def _interpolate(points: Points, amount: int) -> float:
