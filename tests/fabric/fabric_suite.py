@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import random
 import threading
 import time
@@ -21,6 +22,7 @@ from undertow.collective.direct import all_reduce
 from undertow.fabric.proxy import Post, Proxy
 from undertow.ops.matmul_all_reduce import reference
 
+CHECK_SECONDS = 120
 CHECKS: dict[str, Callable[[ut.Group], None]] = {}
 STRATEGIES = [f"{grain}:{lane}" for grain in ("serial", "chunked") for lane in ("net", "peer", "dma")]
 
@@ -37,12 +39,16 @@ def run(names: list[str]) -> list[str]:
     for name in names:
         group.barrier()
         began = time.perf_counter()
+        faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)  # should a check hang after all: where, and an end
         try:
             CHECKS[name](group)
         except errors.UndertowError as error:
             raise AssertionError(f"check {name} on rank {group.rank}: {error}") from error
         settle(group)
+        faulthandler.cancel_dump_traceback_later()
         report.append(f"{name} {time.perf_counter() - began:.2f} s")
+        if group.rank == 0:
+            print(report[-1], flush=True)
     return report
 
 
