@@ -30,6 +30,7 @@ FLIGHT_DIR = Setting(
     "UNDERTOW_FLIGHT_DIR", "", "Folder of flight records. Unset: `undertow/flight` in the user's cache."
 )
 FLIGHT_RING = Setting("UNDERTOW_FLIGHT_RING", "", "Set by the launcher: where this rank records its calls.")
+BIND = Setting("UNDERTOW_BIND", "1", "1: a launch binds each CPU rank to its share of the cores, if there are enough.")
 LOG = Setting("UNDERTOW_LOG", "WARNING", "Level of the `undertow` logger.")
 CACHE_DIR = Setting("UNDERTOW_CACHE_DIR", "", "Folder of plans and machine files. Unset: the user's cache folder.")
 MPS = Setting("UNDERTOW_MPS", "auto", "`auto`, `off` (time slicing), or `require` (refuse without MPS).")

@@ -414,3 +414,20 @@ def test_what_a_failed_rank_started_goes_with_it(how: str) -> None:
     ):
         time.sleep(0.05)
     assert not left
+
+
+@pytest.mark.parametrize(("bind", "ranks"), [("1", 2), ("0", 2), ("1", 64)])
+def test_ranks_are_bound_to_cores_of_their_own_if_there_are_enough(bind: str, ranks: int) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    if ranks == 64:
+        ranks = len(mine) + 1
+    before = os.environ.get(settings.BIND.name)
+    os.environ[settings.BIND.name] = bind
+    try:
+        shares = launch(os.sched_getaffinity, ranks, device="cpu", args=(0,))
+    finally:
+        os.environ.pop(settings.BIND.name) if before is None else os.environ.update({settings.BIND.name: before})
+    if bind == "0" or ranks > len(mine):
+        assert all(share == set(mine) for share in shares)
+    else:
+        assert sorted(core for share in shares for core in share) == mine

@@ -42,10 +42,13 @@ class SymmetricBuffer:
         self._rank = group.rank
         self._views: list[torch.Tensor | None] = views
         self._owner: object | None = owner
+        # Kept as numbers: asking a tensor for its address or size takes longer than moving a small message.
+        self.count, self.itemsize = prod(self.shape), self.dtype.itemsize
+        self._addresses = [0 if view is None else view.data_ptr() for view in views]
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return self.count * self.itemsize
 
     @property
     def local(self) -> torch.Tensor:
@@ -64,7 +67,9 @@ class SymmetricBuffer:
 
     def address(self, rank: int) -> int:
         """Address of `rank`'s first byte in this process."""
-        return self.peer(rank).data_ptr()
+        if self._owner is not None and 0 <= rank < len(self._addresses) and self._addresses[rank]:
+            return self._addresses[rank]
+        return self.peer(rank).data_ptr()  # says what is wrong; an empty buffer has no address
 
     def as_type(self, dtype: torch.dtype) -> SymmetricBuffer:
         """The same bytes, flat, as elements of `dtype`; a tail that fills no element is left out."""
@@ -74,6 +79,7 @@ class SymmetricBuffer:
         local = alias._views[self._rank]
         assert local is not None
         alias.shape, alias.dtype = tuple(local.shape), dtype
+        alias.count, alias.itemsize = local.numel(), dtype.itemsize
         return alias
 
     def release(self) -> None:

@@ -148,12 +148,12 @@ class CpuSignals(Signals):
         sender: int | None = None,
     ) -> None:
         """`wait`, then copy elements [start, ...) of my `buffer` to contiguous `out`: the other half of `put`."""
-        address = destination_address(buffer, self._group.rank, start, out)
-        word = self.address(self._group.rank, index)
-        count = out.nbytes
-        if atomics.wait_then_copy(word, target, self._abort, out.data_ptr(), address, count) != atomics.ARRIVED:
+        mine = self._group.rank
+        address, to, count = destination_address(buffer, mine, start, out), out.data_ptr(), out.nbytes
+        word = self.address(mine, index)
+        if atomics.wait_then_copy(word, target, self._abort, to, address, count) != atomics.ARRIVED:
             self.wait(index, target, sender)
-            atomics.copy(out.data_ptr(), address, count)
+            atomics.copy(to, address, count)
 
     def read(self, index: int) -> int:
         return int(atomics.load(self.address(self._group.rank, index)))
@@ -161,8 +161,10 @@ class CpuSignals(Signals):
     def address(self, rank: int, index: int) -> int:
         if not 0 <= index < self.count:
             raise errors.InvalidArgument(argument="index", was=index, must=f"between 0 and {self.count - 1}")
-        if not self._bases:
-            raise errors.BufferReleased(shape=f"{self.count} signals")
+        if not 0 <= rank < len(self._bases):
+            if not self._bases:
+                raise errors.BufferReleased(shape=f"{self.count} signals")
+            raise errors.InvalidArgument(argument="rank", was=rank, must=f"between 0 and {len(self._bases) - 1}")
         base = self._bases[rank]
         if base == 0:
             raise errors.NoPeerPointer(peer=rank, rank=self._group.rank, reason="it stands on another node")

@@ -41,11 +41,14 @@ importing_main = False  # while a rank imports the launcher's main module, which
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a rank needs to know. `call` is the pickled (function, args, kwargs): opened after all else is set."""
+    """What a rank needs to know. `cores` are the ones it is bound to, none for all. `call` is the pickled (function,
+    args, kwargs): opened after all else is set.
+    """
 
     environment: dict[str, str]
     preparation: dict[str, Any]
     threads: int
+    cores: tuple[int, ...]
     call: bytes
 
 
@@ -143,6 +146,8 @@ def _prepare(job: Job) -> None:
         get_logger().setLevel(level)
     if job.threads:
         torch.set_num_threads(job.threads)
+    if job.cores:
+        os.sched_setaffinity(0, job.cores)
     FlightRing.mine()  # claims the slot, so that even a rank without a call has its pid in the record
     importing_main = True
     try:

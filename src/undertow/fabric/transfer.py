@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def destination_address(buffer: SymmetricBuffer, peer: int, start: int, source: torch.Tensor) -> int:
     """Where `source` goes in `peer`'s buffer; a wrong range here would be silent corruption there."""
-    if source.dtype != buffer.dtype or not source.is_contiguous():
+    if source.dtype is not buffer.dtype or not source.is_contiguous():
         was = f"{'contiguous' if source.is_contiguous() else 'strided'} {source.dtype}"
         raise errors.InvalidArgument(argument="source", was=was, must=f"contiguous {buffer.dtype}")
-    view = buffer.peer(peer)
-    if start < 0 or start + source.numel() > view.numel():
+    address = buffer.address(peer)
+    if start < 0 or start + source.numel() > buffer.count:
         was = f"[{start}, {start + source.numel()})"
-        must = f"inside the buffer's {view.numel()} elements"
+        must = f"inside the buffer's {buffer.count} elements"
         raise errors.InvalidArgument(argument="start", was=was, must=must)
-    return view.data_ptr() + start * source.element_size()
+    return address + start * buffer.itemsize
