@@ -20,7 +20,9 @@ PACE = 20e6  # bytes per second: far below what any machine copies at, so the pa
 
 @pytest.fixture(scope="module")
 def measured() -> list[dict[str, Any]]:
-    return launch(measure_rank, 2, "cpu", args=(True, False), env={"UNDERTOW_DMA_PACE": "20MB/s,100us"})
+    return launch(
+        measure_rank, 2, "cpu", args=(True, False), env={"UNDERTOW_DMA_PACE": "20MB/s,100us", "UNDERTOW_BIND": "0"}
+    )
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ def profile(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes and rounds.")] = False,
 ) -> None:
     """Measure GEMMs, lanes, and how they slow each other; the planner and the simulator read the result."""
+    from .. import settings
     from ..fabric.launch import launch
     from ..fabric.local_ranks import default_ranks, resolve_device
     from ..plan.machine import Machine, default_path
@@ -28,7 +29,8 @@ def profile(
     chosen = default_ranks(device.value) if ranks is None else ranks
     path = out if out is not None else default_path(resolve_device(device.value), chosen)
     check_writable(path)
-    machine = Machine.from_dict(launch(measure_rank, chosen, device.value, args=(quick, True))[0])
+    unbound = {settings.BIND.name: "0"}  # the matmul is measured on all cores, too
+    machine = Machine.from_dict(launch(measure_rank, chosen, device.value, args=(quick, True), env=unbound)[0])
     machine.save(path)
     show(render(machine))
     typer.echo(f"The machine file is {path}.")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 PERIOD = 0.5
 SILENCE = 3.0
-_STALL = 1.5  # a pause of this process's own threads after which it cannot judge the silence of others
+_HEARD_AT_MOST = 0.5  # seconds of silence that one look can vouch for: a process that stood still did not listen
 _PATIENCE = 0.5  # seconds that a question, an announcement or a goodbye may take: the store may be dead
 _LEFT = 1 << 40  # a beat that no heart reaches: the node's first rank closed the group on purpose
 
@@ -43,8 +43,8 @@ class Heartbeat:
         self._is_first = group.nodes.index(self._node) == group.rank
         self._watched = (self._node - 1) % (max(group.nodes) + 1)
         self._last_beat = -1
-        self._last_change = time.monotonic()
         self._last_answer = self._last_tick = self._last_news = time.monotonic()
+        self._store_silence = self._node_silence = 0.0  # seconds, as far as this process was there to listen
         self._door: Door | None = None
         if self._is_first:
             self._door = Door()
@@ -58,10 +58,11 @@ class Heartbeat:
 
     def tick(self, now: float) -> None:
         """Called by the watchdog: has the store gone silent?"""
-        if now - self._last_tick > _STALL:  # this process itself stood still: it has not listened
-            self._last_answer = now
+        looked = min(now - self._last_tick, _HEARD_AT_MOST)
+        answered = self._last_answer >= self._last_tick
+        self._store_silence = 0.0 if answered else self._store_silence + looked
         self._last_tick = now
-        if not self._ending.is_set() and now - self._last_answer > SILENCE:
+        if not self._ending.is_set() and self._store_silence > SILENCE:
             reason = f"the store, or the way to its node, has been silent for {SILENCE:g} s"
             self._lose("unknown", reason)
 
@@ -115,11 +116,13 @@ class Heartbeat:
             self._store.add(f"beat {self._node}", 1)
             beat = self._store.add(f"beat {self._watched}", 0)
             now = time.monotonic()
-            if beat != self._last_beat or now - self._last_news > _STALL:  # or this process itself stood still
-                self._last_beat, self._last_change = beat, now
-            elif beat < _LEFT and now - self._last_change > SILENCE:
-                self._judge(now - self._last_change)
-            self._last_news = time.monotonic()
+            if beat != self._last_beat:
+                self._last_beat, self._node_silence = beat, 0.0
+            elif beat < _LEFT:
+                self._node_silence += min(now - self._last_news, PERIOD + _HEARD_AT_MOST)
+                if self._node_silence > SILENCE:
+                    self._judge(self._node_silence)
+            self._last_news = now
             if self._door is not None:
                 self._door.look()
 

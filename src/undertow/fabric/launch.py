@@ -166,12 +166,13 @@ class _Crew:
         return bool(ready)
 
 
-def _cores_of(rank: int, ranks: int, device: str) -> tuple[int, ...]:
+def _cores_of(rank: int, ranks: int, device: str, env: Mapping[str, str]) -> tuple[int, ...]:
     """A rank's share of the cores, if there is at least one for each: its helper threads then never take another's
     core, and two ranks that wait for each other never share one. None otherwise, and for ranks that compute on a GPU.
     """
     cores = sorted(os.sched_getaffinity(0))
-    if device != "cpu" or ranks > len(cores) or ranks == 1 or not settings.BIND.is_on():
+    bind = env.get(settings.BIND.name, settings.BIND.get()) not in ("", "0")
+    if device != "cpu" or ranks > len(cores) or ranks == 1 or not bind:
         return ()
     return tuple(cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks])
 
@@ -228,7 +229,7 @@ def launch(
                     **({settings.DEADLINE.name: str(deadline)} if deadline is not None else {}),
                     **(env or {}),
                 }
-                crew.start(Job(environment, preparation, threads, _cores_of(rank, ranks, chosen), call))
+                crew.start(Job(environment, preparation, threads, _cores_of(rank, ranks, chosen, env or {}), call))
             crew.run()
         except KeyboardInterrupt:
             crew.end((signal.SIGINT, INTERRUPT_SECONDS), (signal.SIGTERM, TERMINATE_SECONDS), (signal.SIGKILL, None))
