@@ -15,7 +15,7 @@ import torch
 
 from .. import errors
 from . import atomics, stream_memory, torch_symmetric
-from .base import WORD_STRIDE, Fabric, Lane, Signals, Stream, SymmetricBuffer, poison
+from .base import WORD_STRIDE, Fabric, Lane, Signals, Stream, SymmetricBuffer
 from .pinned import PinnedSegment
 from .share import on_multiprocessors
 from .stream_guard import StreamGuard
@@ -156,11 +156,8 @@ class CudaFabric(Fabric):
         with torch.cuda.device(self.device):  # a thread that never chose a device starts on the first
             self.guard.enter()
             try:
-                yield
-            except BaseException:
-                for output in outputs:
-                    poison(output)
-                raise
+                with super().guarded_call(outputs):
+                    yield
             finally:
                 self.guard.leave(outputs)
 
