@@ -201,15 +201,17 @@ class Group:
         with self._failure_lock:
             if self._failure is not None:
                 return
+            if self._heartbeat is not None:
+                self._heartbeat.note(error)
             self._failure = error
             self._abort[0] = 1
         Group.any_failed = True
         self._failure_known.set()
-        get_logger().error("%s", error)
-        if self._heartbeat is not None:
-            self._heartbeat.announce(error)
         for hook in list(self._abort_hooks):
             hook(error)
+        get_logger().error("%s", error)
+        if self._heartbeat is not None:
+            self._heartbeat.announce()
 
     @property
     def failed(self) -> bool:

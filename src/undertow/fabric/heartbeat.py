@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 PERIOD = 0.5
 SILENCE = 3.0
 _HEARD_AT_MOST = 0.5  # seconds of silence that one look can vouch for: a process that stood still did not listen
-_PATIENCE = 0.5  # seconds that a question, an announcement or a goodbye may take: the store may be dead
+_PATIENCE = 0.5  # seconds that a question or a goodbye may take: the store may be dead
+_TELLING = 3.0  # seconds that an announcement may take: without it the other nodes never learn whom they lost
 _LEFT = 1 << 40  # a beat that no heart reaches: the node's first rank closed the group on purpose
 
 
@@ -76,17 +77,21 @@ class Heartbeat:
         """Say that silence from here on is no loss."""
         self._end()
 
-    def announce(self, error: errors.UndertowError) -> None:
-        """Tell the other nodes. Losing the race to another announcer is fine: the first cause is there already."""
+    def note(self, error: errors.UndertowError) -> None:
+        """What there is to tell. Before this process can learn of its failure: whoever learns of it may exit at once,
+        and the goodbye of an exit would be the last that the other nodes hear."""
         if isinstance(error, errors.RankLost):
             self._announcement = json.dumps({"rank": error.facts["rank"], "reason": error.facts["reason"]})
+
+    def announce(self) -> None:
+        """Tell the other nodes. Losing the race to another announcer is fine: the first cause is there already."""
         self._end()
 
     def _end(self) -> None:
         self._ending.set()
         self._wanted.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(_PATIENCE)
+            self._thread.join(_PATIENCE if self._announcement is None else _TELLING)
 
     def _beat(self) -> None:
         try:
