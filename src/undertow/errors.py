@@ -120,3 +120,9 @@ class NotInitialised(UndertowError):
     """Use of a group before ut.init()."""
 
     template = "{what} needs a group; call undertow.init() first."
+
+
+class ProgramRefused(UndertowError, ValueError):
+    """A collective program or schedule that is wrong; says where and how."""
+
+    template = "Program {program} is refused at {where}: {reason}.{trace}"

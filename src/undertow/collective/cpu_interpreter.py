@@ -1,0 +1,350 @@
+"""Runs a bound program on one CPU thread: all workers of a rank in turn, none ever waiting while another could go on.
+
+Memory ordering: a post is a release-add after the worker's stores, a wait an acquire of the same word; both are one
+semaphore's only poster and waiter. A worker that must wait gives way to the next; if none can go on, the thread polls,
+then gives its core away, then sleeps, and returns after a slice so that Python can look at deadlines and Ctrl-C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from ..fabric import atomics
+from ..fabric.atomics import add_release, copy_bytes, load_acquire, relax
+from .bind import (
+    DEPTH,
+    HEADER,
+    INSTANCES,
+    INSTRUCTION_ROW,
+    INSTRUCTIONS,
+    ITEM_SIZE,
+    OPERAND_ROW,
+    OPERANDS,
+    OPERATION,
+    PIECE_ROW,
+    PIECES,
+    POST_ROW,
+    POSTS,
+    SCRATCH,
+    SLICE,
+    TILE,
+    TYPE,
+    WAIT_ROW,
+    WAITS,
+    WORKER_ROW,
+    WORKERS,
+)
+from .schedule import END, MOVE, NEEDED, READY
+
+DONE, SLICE_OVER, ABORTED = 0, 1, 2
+FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64, UINT8, INT8, INT16 = range(9)
+SUM, MAX, MIN, AVERAGE = range(4)
+WORD = 128  # bytes between two semaphores
+BLOCK = 2048  # elements summed before they are stored: stays in the first-level cache
+STATE_ROW = 3  # instruction (-1: over), iteration, waits that are over
+# First words of the state: iterations and calls before this one.
+PAST_ITERATIONS, PAST_CALLS, STATE_HEADER = 0, 1, 2
+_SLEEPS = 250
+
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)  # type: ignore[no-any-return]
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def _half_to_float(typing_context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+@intrinsic
+def _float_to_half(typing_context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+@intrinsic
+def _float_bits(typing_context: Any, value: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(values[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@intrinsic
+def _bits_float(typing_context: Any, bits: Any) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.bitcast(values[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@_compiled
+def _accumulate(total, part, count, operation):
+    if operation == MAX:
+        for index in range(count):
+            total[index] = max(total[index], part[index])
+    elif operation == MIN:
+        for index in range(count):
+            total[index] = min(total[index], part[index])
+    else:
+        for index in range(count):
+            total[index] += part[index]
+
+
+@_compiled
+def _as_floats(out, address, count, kind):
+    """16-bit numbers as fp32: sums are made there and rounded once."""
+    bits = carray(_pointer(address), (count,), np.uint16)
+    if kind == BFLOAT16:
+        for index in range(count):
+            out[index] = _bits_float(np.uint32(bits[index]) << np.uint32(16))
+    else:
+        for index in range(count):
+            out[index] = _half_to_float(bits[index])
+
+
+@_compiled
+def _from_floats(address, values, count, kind):
+    """Round to nearest, ties to even."""
+    bits = carray(_pointer(address), (count,), np.uint16)
+    if kind == BFLOAT16:
+        for index in range(count):
+            value = _float_bits(values[index])
+            rounded = (value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            quiet = (value >> np.uint32(16)) | np.uint32(0x40)  # NaN stays NaN
+            bits[index] = np.uint16(rounded if (value & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000) else quiet)
+    else:
+        for index in range(count):
+            bits[index] = _float_to_half(values[index])
+
+
+def _typed_sum(dtype: Any) -> Callable[..., Any]:
+    """stores <- sources combined, for a type that is summed as it is."""
+
+    @_compiled
+    def run(sources, end, addresses, count, operation):
+        total = np.empty(BLOCK, dtype)
+        for begin in range(0, count, BLOCK):
+            length = min(BLOCK, count - begin)
+            byte = begin * total.itemsize
+            one = carray(_pointer(addresses[0] + byte), (length,), dtype)
+            two = carray(_pointer(addresses[1] + byte), (length,), dtype)
+            if operation == SUM:
+                for index in range(length):
+                    total[index] = one[index] + two[index]
+            else:
+                for index in range(length):
+                    total[index] = one[index]
+                _accumulate(total, two, length, operation)
+            for source in range(2, sources):
+                _accumulate(total, carray(_pointer(addresses[source] + byte), (length,), dtype), length, operation)
+            for store in range(sources, end):
+                # Summed aside and then stored: a store may be one of the sources.
+                copy_bytes(np.uintp(addresses[store] + byte), np.uintp(total.ctypes.data), length * total.itemsize)
+
+    return run
+
+
+_sum_float32 = _typed_sum(np.float32)
+_sum_float64 = _typed_sum(np.float64)
+_sum_int32 = _typed_sum(np.int32)
+_sum_int64 = _typed_sum(np.int64)
+_sum_uint8 = _typed_sum(np.uint8)
+_sum_int8 = _typed_sum(np.int8)
+_sum_int16 = _typed_sum(np.int16)
+
+
+@_compiled
+def _sum_halves(sources, end, addresses, count, operation, kind):
+    total, part = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for begin in range(0, count, BLOCK):
+        length = min(BLOCK, count - begin)
+        byte = begin * 2
+        _as_floats(total, addresses[0] + byte, length, kind)
+        for source in range(1, sources):
+            _as_floats(part, addresses[source] + byte, length, kind)
+            _accumulate(total, part, length, operation)
+        for store in range(sources, end):
+            _from_floats(addresses[store] + byte, total, length, kind)
+
+
+@_compiled
+def _move(code, piece, bases, tile_index, parity, instance, addresses):
+    """One piece of one instruction, for one tile and one instance's part of it."""
+    tile, size, kind = code[TILE], code[ITEM_SIZE], code[TYPE]
+    count = min(tile, code[piece] - tile_index * tile)
+    if count <= 0:
+        return
+    part = -(-count // code[INSTANCES])
+    first = min(count, instance * part)
+    count = min(count, first + part) - first
+    if count <= 0:
+        return
+    sources, end = code[piece + 2] - code[piece + 1], code[piece + 4] - code[piece + 1]
+    for index in range(end):
+        operand = code[OPERANDS] + (code[piece + 1] + index) * OPERAND_ROW
+        offset = code[operand + 1]
+        if code[operand + 2]:
+            offset += parity * code[SCRATCH] + instance * code[SLICE]
+        else:
+            offset += tile_index * tile + first
+        addresses[index] = bases[code[operand]] + offset * size
+    operation = code[OPERATION]
+    if sources == 1:
+        for store in range(1, end):
+            if addresses[store] != addresses[0]:
+                copy_bytes(np.uintp(addresses[store]), np.uintp(addresses[0]), count * size)
+    elif kind == FLOAT32:
+        _sum_float32(sources, end, addresses, count, operation)
+    elif kind == FLOAT64:
+        _sum_float64(sources, end, addresses, count, operation)
+    elif kind == INT32:
+        _sum_int32(sources, end, addresses, count, operation)
+    elif kind == INT64:
+        _sum_int64(sources, end, addresses, count, operation)
+    elif kind == UINT8:
+        _sum_uint8(sources, end, addresses, count, operation)
+    elif kind == INT8:
+        _sum_int8(sources, end, addresses, count, operation)
+    elif kind == INT16:
+        _sum_int16(sources, end, addresses, count, operation)
+    else:
+        _sum_halves(sources, end, addresses, count, operation, kind)
+
+
+@_compiled
+def begin(code, state):
+    """Stand every worker at its first instruction."""
+    instances = code[INSTANCES]
+    for one in range(code[WORKERS] * instances):
+        worker = HEADER + one // instances * WORKER_ROW
+        first = code[worker] if code[worker] >= 0 else code[worker + 1]
+        if code[worker] < 0 and code[worker + 1] == code[worker + 2]:
+            first = code[worker + 3]  # no body: its end alone, or nothing
+        at = STATE_HEADER + one * STATE_ROW
+        state[at], state[at + 1], state[at + 2] = first, 0, 0
+
+
+@_compiled
+def run(code, bases, state, semaphores, iterations, abort, spins, parcels, parcel_target, tiles, budget, turn):
+    """Go on until all workers are over (DONE), nothing has moved for a slice (SLICE_OVER) or the group has failed.
+
+    `budget`: after so many instructions the slice is over, too (0: no such limit); `turn`: the worker to begin with.
+
+    `semaphores[r]` is the address of rank r's first semaphore, the last entry mine. `parcels` and `tiles` are addresses
+    of words that kernels post and wait for, 128 bytes apart; a parcel is ready when its word reaches `parcel_target`.
+    """
+    instances, depth = code[INSTANCES], code[DEPTH]
+    count = code[WORKERS] * instances
+    addresses = np.empty(256, np.int64)
+    own = semaphores[len(semaphores) - 1]
+    idle = 0
+    while True:
+        moved, left = False, 0
+        for order in range(count):
+            one = (order + turn) % count
+            at = STATE_HEADER + one * STATE_ROW
+            if state[at] < 0:
+                continue
+            left += 1
+            worker = HEADER + one // instances * WORKER_ROW
+            instance = one % instances
+            while True:
+                row = code[INSTRUCTIONS] + state[at] * INSTRUCTION_ROW
+                kind, iteration = code[row], state[at + 1]
+                if kind == END:
+                    iteration = iterations - 1
+                blocked = False
+                while code[row + 2] + state[at + 2] < code[row + 3]:
+                    wait = code[WAITS] + (code[row + 2] + state[at + 2]) * WAIT_ROW
+                    posts = code[wait + 3]
+                    if posts < 0:
+                        target = -posts * state[PAST_CALLS] + code[wait + 1]
+                    else:
+                        target = (state[PAST_ITERATIONS] + iteration - code[wait + 2]) * posts + code[wait + 1]
+                    seen = load_acquire(np.uintp(own + (code[wait] * instances + instance) * WORD))
+                    if np.int32(np.int32(seen) - np.int32(target)) < 0:
+                        blocked = True
+                        break
+                    state[at + 2] += 1
+                if not blocked and kind == READY:
+                    seen = load_acquire(np.uintp(parcels + code[row + 1] * WORD))
+                    if np.int32(seen) < np.int32(parcel_target):
+                        blocked = True
+                if blocked:
+                    break
+                moved = True
+                if kind == MOVE:
+                    parity = (state[PAST_ITERATIONS] + iteration) % depth
+                    for piece in range(code[row + 4], code[row + 5]):
+                        place = code[PIECES] + piece * PIECE_ROW
+                        needed = code[place + 4] - code[place + 1]
+                        if needed > len(addresses):
+                            addresses = np.empty(needed, np.int64)
+                        _move(code, place, bases, iteration, parity, instance, addresses)
+                elif kind == NEEDED and iteration == iterations - 1:
+                    add_release(np.uintp(tiles + code[row + 1] * WORD), np.int32(1))
+                for post in range(code[row + 6], code[row + 7]):
+                    entry = code[POSTS] + post * POST_ROW
+                    word = semaphores[code[entry]] + (code[entry + 1] * instances + instance) * WORD
+                    add_release(np.uintp(word), np.int32(1))
+                state[at + 2] = 0
+                following = state[at] + 1
+                if kind == END:
+                    following = -1
+                elif following == code[worker + 2] and state[at] >= code[worker + 1]:  # the body is over
+                    if iteration + 1 < iterations:
+                        state[at + 1] += 1
+                        following = code[worker + 1]
+                    else:
+                        following = code[worker + 3]
+                elif following == code[worker + 2] and code[worker + 1] == code[worker + 2]:  # a start without a body
+                    following = code[worker + 3]
+                state[at] = following
+                budget -= 1
+                if budget == 0 and following >= 0:
+                    return SLICE_OVER
+                if following < 0:
+                    break
+        if left == 0:
+            state[PAST_ITERATIONS] += iterations
+            state[PAST_CALLS] += 1
+            return DONE
+        if moved:
+            idle = 0
+            continue
+        idle += 1
+        if idle <= spins:
+            relax()
+            continue
+        if load_acquire(np.uintp(abort)) != 0:
+            return ABORTED
+        if idle <= spins + atomics.YIELDS:
+            _sched_yield()
+        elif idle <= spins + atomics.YIELDS + _SLEEPS:
+            _usleep(np.uint32(atomics.SLEEP_MICROSECONDS))
+        else:
+            return SLICE_OVER

@@ -1,0 +1,126 @@
+"""Schedules on the CPU fabric: semaphores and workspace in shared memory, the interpreter on the caller's thread."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..errors import InvalidArgument
+from ..fabric.base import SymmetricBuffer
+from . import cpu_interpreter as interpreter
+from .bind import FIRST_WORKSPACE, MY_INPUT, MY_OUTPUT, Bound, bind, most_semaphores, workspace_bytes
+
+if TYPE_CHECKING:
+    from ..fabric.cpu import CpuFabric
+    from .schedule import Schedule
+
+STRIDE = 64 << 10  # bytes of a staged chunk: sender's and receiver's copy stay in the second-level cache
+TYPES = {
+    torch.float32: interpreter.FLOAT32, torch.float64: interpreter.FLOAT64, torch.float16: interpreter.FLOAT16,
+    torch.bfloat16: interpreter.BFLOAT16, torch.int32: interpreter.INT32, torch.int64: interpreter.INT64,
+    torch.uint8: interpreter.UINT8, torch.int8: interpreter.INT8, torch.int16: interpreter.INT16,
+}  # fmt: skip
+OPERATIONS = {"sum": interpreter.SUM, "max": interpreter.MAX, "min": interpreter.MIN, "avg": interpreter.SUM}
+_SPINS_ALONE, _SPINS_CROWDED = 3000, 30
+
+
+class CpuExecutable:
+    """One schedule on one group. Its semaphores and workspace are its own, so executables never disturb each other.
+
+    Making one is collective. Calls of one executable come one after the other, on all ranks in the same order.
+    """
+
+    def __init__(self, fabric: CpuFabric, schedule: Schedule, stride: int = STRIDE) -> None:
+        group = fabric.group
+        if schedule.ranks != group.size:
+            raise InvalidArgument(
+                argument="schedule", was=f"for {schedule.ranks} ranks", must=f"for {group.size} ranks"
+            )
+        self.schedule = schedule
+        self.stride = stride - stride % (16 * schedule.instances)
+        self._group = group
+        self._bound: dict[tuple[object, ...], Bound] = {}
+        words = max(1, most_semaphores(schedule))
+        self._signals = fabric.signals(words)
+        addresses = [self._signals.address(rank, 0) for rank in range(group.size)]
+        self._semaphores = np.array([*addresses, addresses[group.rank]], np.int64)
+        room = workspace_bytes(schedule, self.stride)
+        self._workspace = fabric.buffer(room, torch.uint8) if room else None
+        self._bases = np.zeros(FIRST_WORKSPACE + 3 * group.size, np.int64)
+        if self._workspace is not None:
+            for rank in range(group.size):
+                self._bases[FIRST_WORKSPACE + rank] = self._workspace.address(rank)
+        workers = max(1, len(schedule.workers_of(group.rank))) * schedule.instances
+        self._state = np.zeros(interpreter.STATE_HEADER + workers * interpreter.STATE_ROW, np.int64)
+        crowded = len(group.local_ranks) > len(os.sched_getaffinity(0))
+        self._spins = _SPINS_CROWDED if crowded else _SPINS_ALONE
+
+    def run(
+        self,
+        source: torch.Tensor | SymmetricBuffer,
+        out: torch.Tensor | SymmetricBuffer,
+        span_lengths: Sequence[int],
+        operation: str = "sum",
+        parcels: tuple[int, int] = (0, 0),
+        tiles: int = 0,
+        tile: int | None = None,
+    ) -> None:
+        """One call. `source` and `out` are contiguous; a direct schedule needs symmetric buffers for both.
+
+        `parcels`: address of a kernel's parcel words and the value at which one is ready; `tiles`: address of the words
+        that a waiting kernel looks at.
+        """
+        dtype = source.dtype
+        key = (tuple(span_lengths), dtype, operation, tile)
+        bound = self._bound.get(key)
+        if bound is None:
+            code = TYPES.get(dtype, interpreter.UINT8)
+            item = dtype.itemsize
+            bound = bind(
+                self.schedule, self._group.rank, span_lengths, self.stride, item, code, OPERATIONS[operation], tile
+            )
+            self._bound[key] = bound
+        bases = self._bases
+        bases[MY_INPUT], bases[MY_OUTPUT] = _address(source, self._group.rank), _address(out, self._group.rank)
+        if not self.schedule.staged:
+            self._set_remote(source, out)
+        interpreter.begin(bound.code, self._state)
+        abort = self._group.abort_address
+        began = 0.0
+        while True:
+            status = interpreter.run(
+                bound.code, bases, self._state, self._semaphores, bound.iterations, abort, self._spins, parcels[0],
+                parcels[1], tiles, 0, 0,
+            )  # fmt: skip
+            if status == interpreter.DONE:
+                return
+            self._group.check()
+            began = began or time.monotonic()
+            if time.monotonic() - began > self._group.deadline:
+                waited = f"a collective stood still for {self._group.deadline:g} s"
+                self._group.fail(self._group.why_waiting(None, waited))
+                self._group.check()
+
+    def _set_remote(self, source: torch.Tensor | SymmetricBuffer, out: torch.Tensor | SymmetricBuffer) -> None:
+        size = self._group.size
+        for buffer, given in ((MY_INPUT, source), (MY_OUTPUT, out)):
+            if not isinstance(given, SymmetricBuffer):
+                must = "a symmetric buffer, as other ranks reach into it"
+                raise InvalidArgument(argument=("source", "out")[buffer], was="an ordinary tensor", must=must)
+            for rank in range(size):
+                self._bases[FIRST_WORKSPACE + size * (1 + buffer) + rank] = given.address(rank)
+
+    def close(self) -> None:
+        """Free the semaphores and the workspace. No rank may be in a call any more."""
+        self._signals.release()
+        if self._workspace is not None:
+            self._workspace.release()
+
+
+def _address(given: torch.Tensor | SymmetricBuffer, rank: int) -> int:
+    return given.address(rank) if isinstance(given, SymmetricBuffer) else given.data_ptr()
