@@ -126,3 +126,9 @@ class ProgramRefused(UndertowError, ValueError):
     """A collective program or schedule that is wrong; says where and how."""
 
     template = "Program {program} is refused at {where}: {reason}.{trace}"
+
+
+class UnusableTarget(UndertowError, ValueError):
+    """A target of `undertow collective` that names no program, or whose file fails by itself."""
+
+    template = "{target} cannot be used: {reason}."

@@ -4,7 +4,7 @@ The result is one flat array of 64-bit integers that an interpreter reads (on th
 An operand is (base, offset, scratch): an element offset into one of the call's base addresses. User memory advances
 with the tile of the iteration; scratch does not, but alternates between its `depth` copies, and each instance has its
 own part of every chunk of it. Places in scratch do not depend on the size of a call: a rank that is a call ahead writes
-only to places whose semaphores it has heeded.
+only to places whose semaphores it has heeded. Where a schedule has packets, every byte of scratch takes two.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ if TYPE_CHECKING:
 # Header words of a bound program.
 (
     WORKERS, INSTRUCTIONS, WAITS, POSTS, PIECES, OPERANDS, TILE, ITEM_SIZE, TYPE, OPERATION, DEPTH, SCRATCH, SLICE,
-    INSTANCES, RANKS,
-) = range(15)  # fmt: skip
+    INSTANCES, RANKS, PACKETS,
+) = range(16)  # fmt: skip
 HEADER = 16
 WORKER_ROW = 4  # start instruction or -1, first and last + 1 of the body, end instruction or -1
 INSTRUCTION_ROW = 8  # kind, number, wait lo, wait hi, piece lo, piece hi, post lo, post hi
 WAIT_ROW = 4  # semaphore of this rank, value, iterations back, posts an iteration (negative: a call)
 POST_ROW = 2  # rank, semaphore of that rank
 PIECE_ROW = 5  # elements, source lo, source hi, store lo, store hi
-OPERAND_ROW = 3  # base, offset in elements, 1 for scratch
+OPERAND_ROW = 3  # base, offset in elements, kind of memory
+USER, SCRATCH_MEMORY, PACKET_MEMORY = 0, 1, 2
 # Base addresses of a call: my input, my output, the workspace of each rank, then (direct) inputs and outputs of all.
 MY_INPUT, MY_OUTPUT, FIRST_WORKSPACE = 0, 1, 2
 
@@ -67,7 +68,7 @@ def most_semaphores(schedule: Schedule) -> int:
 
 def workspace_bytes(schedule: Schedule, stride: int) -> int:
     """Scratch and staging of a rank, all copies, where a chunk of it takes `stride` bytes."""
-    return int(schedule.atoms[:, 2:].sum(axis=1).max(initial=0)) * stride * schedule.depth
+    return int(schedule.atoms[:, 2:].sum(axis=1).max(initial=0)) * stride * schedule.depth * (1 + schedule.packets)
 
 
 def bind(
@@ -114,11 +115,15 @@ def bind(
             wait_from, piece_from, post_from = len(waits), len(pieces), len(posts)
             for entry in range(one.wait_start[at], one.wait_start[at + 1]):
                 semaphore = int(one.wait_semaphore[entry])
+                if schedule.semaphore_of_packets[semaphore]:
+                    continue
                 counted = int(schedule.semaphore_posts[semaphore])
                 counted = -counted if schedule.semaphore_of_start[semaphore] else counted
                 waits.append((int(words[semaphore]), int(one.wait_value[entry]), int(one.wait_back[entry]), counted))
             for entry in range(one.post_start[at], one.post_start[at + 1]):
                 semaphore = int(one.post_semaphore[entry])
+                if schedule.semaphore_of_packets[semaphore]:
+                    continue
                 posts.append((int(schedule.worker_rank[schedule.semaphore_waiter[semaphore]]), int(words[semaphore])))
             if one.kind[at] == MOVE:
                 _add_pieces(schedule, at, length, offsets, iterations == 1, pieces, operands)
@@ -135,10 +140,11 @@ def bind(
     for word, table in zip((INSTRUCTIONS, WAITS, POSTS, PIECES, OPERANDS), tables[1:], strict=True):
         header[word] = at
         at += len(table)
-    header[[WORKERS, TILE, ITEM_SIZE, TYPE, OPERATION, DEPTH, SCRATCH, SLICE, INSTANCES, RANKS]] = (
+    copies = schedule.depth * (1 + schedule.packets)
+    header[[WORKERS, TILE, ITEM_SIZE, TYPE, OPERATION, DEPTH, SCRATCH, SLICE, INSTANCES, RANKS, PACKETS]] = (
         len(mine), step, item_size, type_code, operation, schedule.depth,
-        workspace_bytes(schedule, stride) // schedule.depth // item_size, room // schedule.instances,
-        schedule.instances, schedule.ranks,
+        workspace_bytes(schedule, stride) // copies // item_size, room // schedule.instances, schedule.instances,
+        schedule.ranks, schedule.packets,
     )  # fmt: skip
     return Bound(np.concatenate([header, *tables]), len(mine), iterations, step)
 
@@ -187,7 +193,9 @@ class _Offsets:
                 found.append((base, int(begins[index + part]), 0, int(follows)))
             return found
         index = int(self._scratch_first[other, buffer - 2]) + atom - int(schedule.first_atom[other, buffer])
-        return [(FIRST_WORKSPACE + other, (index + part) * self._room, 1, 0) for part in range(count)]
+        staging = schedule.packets and buffer == len(schedule.buffers) - 1
+        kind = PACKET_MEMORY if staging else SCRATCH_MEMORY
+        return [(FIRST_WORKSPACE + other, (index + part) * self._room, kind, 0) for part in range(count)]
 
 
 def _add_pieces(

@@ -75,6 +75,7 @@ def compile_trace(
     workers: int | None = None,
     slots: int = SLOTS,
     depth: int = DEPTH,
+    packets: bool = False,
     fuse: bool = True,
     check: bool = True,
 ) -> Schedule:
@@ -82,13 +83,16 @@ def compile_trace(
 
     `in_place`: input and output are one memory. `instances`: workers of the whole program, each on its part of every
     chunk. `workers`: of a rank, at most; None for as many as channels and `parallel` ask for. `slots`: messages that a
-    staged connection may hold. `depth`: iterations that may be under way before scratch is used again.
+    staged connection may hold. `depth`: iterations that may be under way before scratch is used again. `packets`:
+    staged data carries its own flags, for short messages.
     """
     if target not in TARGETS:
         raise InvalidArgument(argument="target", was=repr(target), must=f"one of {', '.join(TARGETS)}")
     for name, value in (("instances", instances), ("workers", workers or 1), ("slots", slots), ("depth", depth)):
         if value < 1:
             raise InvalidArgument(argument=name, was=value, must="at least 1")
+    if packets and target != "staged":
+        raise InvalidArgument(argument="packets", was=True, must="False for a direct target: nothing is staged there")
     if in_place and trace.contract.in_place is None:
         must = f"False: {trace.contract.name} has no form in place"
         raise InvalidArgument(argument="in_place", was=True, must=must)
@@ -100,11 +104,13 @@ def compile_trace(
     _check_sources(trace, operations, start_class.copy(), memory)
     operations = _by_level(operations, memory.atoms)
     if target == "staged":
-        operations, memory = _stage(operations, memory, slots)
+        # Within an iteration a flag means one message, so packets never use a slot twice.
+        operations, memory = _stage(operations, memory, max(1, len(operations.kind)) if packets else slots)
         operations = _by_level(operations, memory.atoms)
     schedule = _schedule(
-        trace, contract, operations, memory, start_class, in_place, target == "staged", instances, workers, depth, fuse
-    )
+        trace, contract, operations, memory, start_class, in_place, target == "staged", packets, instances, workers,
+        depth, fuse,
+    )  # fmt: skip
     if check:
         from .checker import check as check_schedule
 
@@ -277,6 +283,7 @@ def _schedule(
     start_class: Ints,
     in_place: bool,
     staged: bool,
+    packets: bool,
     instances: int,
     workers: int | None,
     depth: int,
@@ -325,7 +332,8 @@ def _schedule(
     of_place = of_worker[order]
     # One semaphore for each pair of workers (and one for starts): its k-th post of an iteration is its k-th poster.
     from_start = waits[:, 1] >= total
-    pair = (of_place[waited].astype(np.int64) * len(used) + of_place[waiter]) * 2 + from_start
+    by_packet = _by_packet(groups, waits, total, memory) if packets else np.zeros(len(waits), np.bool_)
+    pair = (of_place[waited].astype(np.int64) * len(used) + of_place[waiter]) * 3 + from_start + 2 * by_packet
     pairs, semaphore = np.unique(pair, return_inverse=True)
     posting = np.unique(semaphore.astype(np.int64) * (total + extra) + waited)
     post_semaphore, poster = posting // (total + extra), posting % (total + extra)
@@ -358,6 +366,7 @@ def _schedule(
         topology=trace.topology,
         in_place=in_place,
         staged=staged,
+        packets=packets,
         instances=instances,
         depth=depth,
         buffers=tuple(memory.names),
@@ -367,13 +376,26 @@ def _schedule(
         instructions=instructions,
         worker_start=worker_start,
         worker_rank=worker_rank,
-        semaphore_poster=(pairs // 2 // len(used)).astype(np.int32),
-        semaphore_waiter=(pairs // 2 % len(used)).astype(np.int32),
+        semaphore_poster=(pairs // 3 // len(used)).astype(np.int32),
+        semaphore_waiter=(pairs // 3 % len(used)).astype(np.int32),
         semaphore_posts=posts.astype(np.int32),
-        semaphore_of_start=(pairs % 2).astype(np.bool_),
+        semaphore_of_start=pairs % 3 == 1,
+        semaphore_of_packets=pairs % 3 == 2,
         codes=tuple(trace.codes),
         rows=rows[:, [COLUMNS.index("code"), COLUMNS.index("line")]],
     )
+
+
+def _by_packet(groups: _Groups, waits: NDArray[np.int64], total: int, memory: _Memory) -> NDArray[np.bool_]:
+    """Which waits are for data that arrives in packets: the one waited for stores to staging that the waiter reads."""
+    staging = int(memory.first[0, -1])
+    found = np.zeros(len(waits), np.bool_)
+    for index, (waiter, waited, back) in enumerate(waits):
+        if waiter < total and waited < total and back == 0:
+            read = groups.source_atom[groups.source_start[waiter] : groups.source_start[waiter + 1]]
+            stored = groups.store_atom[groups.store_start[waited] : groups.store_start[waited + 1]]
+            found[index] = bool(np.intersect1d(read[read >= staging], stored).size)
+    return found
 
 
 @dataclass

@@ -2,8 +2,8 @@
 
 *Items* are the chunks of all inputs, numbered rank by rank. A *total* is a multiset of items: what an output chunk must
 be the sum of (of one item: a copy of it). Every item has a *length class*: chunks of one class are equally long, and
-the lengths of all classes follow from the lengths of a call's *spans*. A span is what a call names by one number (a whole
-buffer, a rank's shard, what one rank sends to another); it is cut into `factor` chunks by torch.tensor_split's rule.
+the lengths of all classes follow from the lengths of a call's *spans*. A span is what a call names by one number (a
+whole buffer, a rank's shard, what one rank sends to another); it is cut into `factor` chunks, as by torch.tensor_split.
 
 | contract | spans | span s is |
 |---|---|---|
@@ -31,8 +31,8 @@ class Contract:
     """`inputs[r]` and `outputs[r]` count the chunks of rank r's buffers.
 
     `total_start` and `total_items` are the totals in compressed rows; `after[k]` is the total of output chunk k
-    (outputs numbered rank by rank), -1 where anything may stand. `in_place`: per rank, the chunk of the *longer* user buffer at
-    which the shorter one lies when a call gives both in one memory; None where no such form exists.
+    (outputs numbered rank by rank), -1 where anything may stand. `in_place`: per rank, the chunk of the *longer* user
+    buffer at which the shorter one lies when a call gives both in one memory; None where no such form exists.
     """
 
     name: str
@@ -277,3 +277,4 @@ BUILT_IN: dict[str, Callable[..., Contract]] = {
     "send_recv": send_recv,
     "all_to_next": all_to_next,
 }
+ROOTED = ("broadcast", "reduce", "gather", "scatter")

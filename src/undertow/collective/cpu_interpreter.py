@@ -28,6 +28,8 @@ from .bind import (
     OPERAND_ROW,
     OPERANDS,
     OPERATION,
+    PACKET_MEMORY,
+    PACKETS,
     PIECE_ROW,
     PIECES,
     POST_ROW,
@@ -36,11 +38,13 @@ from .bind import (
     SLICE,
     TILE,
     TYPE,
+    USER,
     WAIT_ROW,
     WAITS,
     WORKER_ROW,
     WORKERS,
 )
+from .cpu_packets import as_pointer, pack, unpack
 from .schedule import END, MOVE, NEEDED, READY
 
 DONE, SLICE_OVER, ABORTED = 0, 1, 2
@@ -48,7 +52,7 @@ FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64, UINT8, INT8, INT16 = range(9)
 SUM, MAX, MIN, AVERAGE = range(4)
 WORD = 128  # bytes between two semaphores
 BLOCK = 2048  # elements summed before they are stored: stays in the first-level cache
-STATE_ROW = 3  # instruction (-1: over), iteration, waits that are over
+STATE_ROW = 4  # instruction (-1: over), iteration, waits and pieces of it that are over
 # First words of the state: iterations and calls before this one.
 PAST_ITERATIONS, PAST_CALLS, STATE_HEADER = 0, 1, 2
 _SLEEPS = 250
@@ -59,14 +63,6 @@ _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)  # type: ignore[no-any-return]
-
-
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
 
 
 @intrinsic
@@ -117,7 +113,7 @@ def _accumulate(total, part, count, operation):
 @_compiled
 def _as_floats(out, address, count, kind):
     """16-bit numbers as fp32: sums are made there and rounded once."""
-    bits = carray(_pointer(address), (count,), np.uint16)
+    bits = carray(as_pointer(address), (count,), np.uint16)
     if kind == BFLOAT16:
         for index in range(count):
             out[index] = _bits_float(np.uint32(bits[index]) << np.uint32(16))
@@ -129,7 +125,7 @@ def _as_floats(out, address, count, kind):
 @_compiled
 def _from_floats(address, values, count, kind):
     """Round to nearest, ties to even."""
-    bits = carray(_pointer(address), (count,), np.uint16)
+    bits = carray(as_pointer(address), (count,), np.uint16)
     if kind == BFLOAT16:
         for index in range(count):
             value = _float_bits(values[index])
@@ -150,8 +146,8 @@ def _typed_sum(dtype: Any) -> Callable[..., Any]:
         for begin in range(0, count, BLOCK):
             length = min(BLOCK, count - begin)
             byte = begin * total.itemsize
-            one = carray(_pointer(addresses[0] + byte), (length,), dtype)
-            two = carray(_pointer(addresses[1] + byte), (length,), dtype)
+            one = carray(as_pointer(addresses[0] + byte), (length,), dtype)
+            two = carray(as_pointer(addresses[1] + byte), (length,), dtype)
             if operation == SUM:
                 for index in range(length):
                     total[index] = one[index] + two[index]
@@ -160,10 +156,11 @@ def _typed_sum(dtype: Any) -> Callable[..., Any]:
                     total[index] = one[index]
                 _accumulate(total, two, length, operation)
             for source in range(2, sources):
-                _accumulate(total, carray(_pointer(addresses[source] + byte), (length,), dtype), length, operation)
+                _accumulate(total, carray(as_pointer(addresses[source] + byte), (length,), dtype), length, operation)
             for store in range(sources, end):
-                # Summed aside and then stored: a store may be one of the sources.
+                # Summed aside and then stored, as a store may be one of the sources.
                 copy_bytes(np.uintp(addresses[store] + byte), np.uintp(total.ctypes.data), length * total.itemsize)
+        return len(total)  # used here, so that it lives until here: Numba does not see who holds an address
 
     return run
 
@@ -192,27 +189,8 @@ def _sum_halves(sources, end, addresses, count, operation, kind):
 
 
 @_compiled
-def _move(code, piece, bases, tile_index, parity, instance, addresses):
-    """One piece of one instruction, for one tile and one instance's part of it."""
-    tile, size, kind = code[TILE], code[ITEM_SIZE], code[TYPE]
-    count = min(tile, code[piece] - tile_index * tile)
-    if count <= 0:
-        return
-    part = -(-count // code[INSTANCES])
-    first = min(count, instance * part)
-    count = min(count, first + part) - first
-    if count <= 0:
-        return
-    sources, end = code[piece + 2] - code[piece + 1], code[piece + 4] - code[piece + 1]
-    for index in range(end):
-        operand = code[OPERANDS] + (code[piece + 1] + index) * OPERAND_ROW
-        offset = code[operand + 1]
-        if code[operand + 2]:
-            offset += parity * code[SCRATCH] + instance * code[SLICE]
-        else:
-            offset += tile_index * tile + first
-        addresses[index] = bases[code[operand]] + offset * size
-    operation = code[OPERATION]
+def _combine(sources, end, addresses, count, size, kind, operation):
+    """addresses[sources:end] <- the combination of addresses[:sources]."""
     if sources == 1:
         for store in range(1, end):
             if addresses[store] != addresses[0]:
@@ -236,6 +214,45 @@ def _move(code, piece, bases, tile_index, parity, instance, addresses):
 
 
 @_compiled
+def _move(code, piece, bases, tile_index, past, instance, addresses):
+    """One piece of one instruction, for one tile and one instance's part of it; False if a packet has not come yet."""
+    tile, size = code[TILE], code[ITEM_SIZE]
+    count = min(tile, code[piece] - tile_index * tile)
+    part = -(-count // code[INSTANCES])
+    first = min(count, instance * part)
+    count = min(count, first + part) - first
+    if count <= 0:
+        return True
+    sources, end = code[piece + 2] - code[piece + 1], code[piece + 4] - code[piece + 1]
+    parity = (past + tile_index) % code[DEPTH]
+    for index in range(end):
+        operand = code[OPERANDS] + (code[piece + 1] + index) * OPERAND_ROW
+        offset = code[operand + 1]
+        if code[operand + 2] == USER:
+            addresses[index] = bases[code[operand]] + (offset + tile_index * tile + first) * size
+        else:
+            offset += parity * code[SCRATCH] + instance * code[SLICE]
+            addresses[index] = bases[code[operand]] + offset * size * (1 + code[PACKETS])
+    if code[PACKETS] == 0:
+        _combine(sources, end, addresses, count, size, code[TYPE], code[OPERATION])
+        return True
+    epoch = past + tile_index + 1
+    room = np.empty((sources + 1) * count * size, np.uint8)
+    aside = addresses[:end].copy()
+    for index in range(end):
+        operand = code[OPERANDS] + (code[piece + 1] + index) * OPERAND_ROW
+        if code[operand + 2] == PACKET_MEMORY:
+            aside[index] = room.ctypes.data + min(index, sources) * count * size
+            if index < sources and not unpack(aside[index], addresses[index], count * size, epoch):
+                return False
+    _combine(sources, end, aside, count, size, code[TYPE], code[OPERATION])
+    for index in range(sources, end):
+        if aside[index] != addresses[index]:
+            pack(addresses[index], aside[index], count * size, epoch)
+    return len(room) > 0  # used here, so that it lives until here: Numba does not see who holds an address
+
+
+@_compiled
 def begin(code, state):
     """Stand every worker at its first instruction."""
     instances = code[INSTANCES]
@@ -245,7 +262,7 @@ def begin(code, state):
         if code[worker] < 0 and code[worker + 1] == code[worker + 2]:
             first = code[worker + 3]  # no body: its end alone, or nothing
         at = STATE_HEADER + one * STATE_ROW
-        state[at], state[at + 1], state[at + 2] = first, 0, 0
+        state[at], state[at + 1], state[at + 2], state[at + 3] = first, 0, 0, 0
 
 
 @_compiled
@@ -257,7 +274,7 @@ def run(code, bases, state, semaphores, iterations, abort, spins, parcels, parce
     `semaphores[r]` is the address of rank r's first semaphore, the last entry mine. `parcels` and `tiles` are addresses
     of words that kernels post and wait for, 128 bytes apart; a parcel is ready when its word reaches `parcel_target`.
     """
-    instances, depth = code[INSTANCES], code[DEPTH]
+    instances = code[INSTANCES]
     count = code[WORKERS] * instances
     addresses = np.empty(256, np.int64)
     own = semaphores[len(semaphores) - 1]
@@ -294,24 +311,26 @@ def run(code, bases, state, semaphores, iterations, abort, spins, parcels, parce
                     seen = load_acquire(np.uintp(parcels + code[row + 1] * WORD))
                     if np.int32(seen) < np.int32(parcel_target):
                         blocked = True
-                if blocked:
-                    break
-                moved = True
-                if kind == MOVE:
-                    parity = (state[PAST_ITERATIONS] + iteration) % depth
-                    for piece in range(code[row + 4], code[row + 5]):
+                if not blocked and kind == MOVE:
+                    for piece in range(code[row + 4] + state[at + 3], code[row + 5]):
                         place = code[PIECES] + piece * PIECE_ROW
                         needed = code[place + 4] - code[place + 1]
                         if needed > len(addresses):
                             addresses = np.empty(needed, np.int64)
-                        _move(code, place, bases, iteration, parity, instance, addresses)
-                elif kind == NEEDED and iteration == iterations - 1:
+                        if not _move(code, place, bases, iteration, state[PAST_ITERATIONS], instance, addresses):
+                            blocked = True
+                            break
+                        state[at + 3] += 1
+                if blocked:
+                    break
+                moved = True
+                if kind == NEEDED and iteration == iterations - 1:
                     add_release(np.uintp(tiles + code[row + 1] * WORD), np.int32(1))
                 for post in range(code[row + 6], code[row + 7]):
                     entry = code[POSTS] + post * POST_ROW
                     word = semaphores[code[entry]] + (code[entry + 1] * instances + instance) * WORD
                     add_release(np.uintp(word), np.int32(1))
-                state[at + 2] = 0
+                state[at + 2] = state[at + 3] = 0
                 following = state[at] + 1
                 if kind == END:
                     following = -1

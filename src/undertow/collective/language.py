@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidArgument, ProgramRefused
-from .contract import BUILT_IN, Contract
+from .contract import BUILT_IN, ROOTED, Contract
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -145,9 +145,10 @@ class RankView:
 class Trace:
     """What a program's function is handed: the ranks it moves chunks between, and the record of what it did."""
 
-    def __init__(self, name: str, contract: Contract, topology: Topology) -> None:
+    def __init__(self, name: str, contract: Contract, topology: Topology, root: int = 0) -> None:
         self.name = name
         self.contract = contract
+        self.root = root
         self.ranks = contract.ranks
         self.topology = topology
         self.chunks = contract.factor
@@ -281,31 +282,47 @@ class Program:
         """A program may be a step of another one."""
         self._function(trace)
 
-    def contract(self, ranks: int) -> Contract:
-        """What this program promises for so many ranks."""
+    def contract(self, ranks: int, root: int = 0) -> Contract:
+        """What this program promises for so many ranks; `root` for collectives that have one."""
         if self.ranks is not None and ranks != self.ranks:
             raise InvalidArgument(argument="ranks", was=ranks, must=f"{self.ranks}, as program {self.name} is made for")
         if isinstance(self._collective, Contract):
             return self._collective
         make = BUILT_IN[self._collective] if isinstance(self._collective, str) else self._collective
-        return make(ranks, self._chunks(ranks) if callable(self._chunks) else self._chunks)
+        chunks = self._chunks(ranks) if callable(self._chunks) else self._chunks
+        if root == 0:
+            return make(ranks, chunks)
+        if self._collective not in ROOTED or not 0 <= root < ranks:
+            must = f"below {ranks}" if self._collective in ROOTED else f"0: {self._collective} has no root"
+            raise InvalidArgument(argument="root", was=root, must=must)
+        rooted: Callable[..., Contract] = make
+        return rooted(ranks, chunks, root=root)
 
-    def trace(self, ranks: int | None = None, topology: Topology | None = None) -> Trace:
+    @property
+    def collective(self) -> str:
+        """The name of its contract."""
+        return (
+            self._collective if isinstance(self._collective, str) else getattr(self._collective, "__name__", "custom")
+        )
+
+    def trace(self, ranks: int | None = None, topology: Topology | None = None, root: int = 0) -> Trace:
         """Run the function once, moving nothing."""
         count = ranks if ranks is not None else self.ranks if self.ranks is not None else topology and topology.ranks
         if not count or count < 1:
             raise InvalidArgument(argument="ranks", was=ranks, must=f"at least 1 for program {self.name}")
         if topology is not None and topology.ranks != count:
             raise InvalidArgument(argument="topology", was=f"of {topology.ranks} ranks", must=f"of {count} ranks")
-        trace = Trace(self.name, self.contract(count), topology or Topology.flat(count))
+        trace = Trace(self.name, self.contract(count, root), topology or Topology.flat(count), root)
         self._function(trace)
         return trace
 
-    def compile(self, ranks: int | None = None, topology: Topology | None = None, **options: Any) -> Schedule:
+    def compile(
+        self, ranks: int | None = None, topology: Topology | None = None, root: int = 0, **options: Any
+    ) -> Schedule:
         """Trace, lower and check; see `compiler.compile_trace` for the options."""
         from .compiler import compile_trace
 
-        return compile_trace(self.trace(ranks, topology), **options)
+        return compile_trace(self.trace(ranks, topology, root), **options)
 
 
 def program(

@@ -1,8 +1,8 @@
 """The compiler's passes as loops over integer arrays, compiled by Numba. Each is linear in what it is given.
 
 An *atom* is one chunk of one buffer of one rank, numbered over the whole group. Operations and instructions touch
-ranges of atoms. Every pass takes a list in a valid sequential order and looks at each atom's last writer and readers, so the
-orders it keeps are exactly those that matter: read after write, write after read, write after write.
+ranges of atoms. Every pass takes a list in a valid sequential order and looks at each atom's last writer and readers:
+the orders it keeps are exactly those that matter: read after write, write after read, write after write.
 """
 
 from __future__ import annotations

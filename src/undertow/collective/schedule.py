@@ -12,7 +12,9 @@ cut into tiles, one tile an iteration), and knows of other workers only through 
 "I am done with yours". A semaphore has one poster and one waiter. A wait for `value` posts, `back` iterations ago, is
 over when the count reaches (iteration - back) * posts + value; counts go on from call to call.
 
-Scratch and staging exist `depth` times, used in turn by iterations, and one chunk of them holds one tile.
+Scratch and staging exist `depth` times, used in turn by iterations; one chunk of them holds one tile. With *packets*
+every 32 bits in staging travel with a flag in one 64-bit store; the receiver polls the data itself, and the semaphore
+that would announce it exists in the schedule only (the checker sees an order, the runtimes drop it).
 """
 
 from __future__ import annotations
@@ -67,6 +69,7 @@ class Schedule:
     topology: Topology
     in_place: bool
     staged: bool
+    packets: bool
     instances: int
     depth: int
     buffers: tuple[str, ...]
@@ -80,6 +83,7 @@ class Schedule:
     semaphore_waiter: Ints
     semaphore_posts: Ints  # an iteration
     semaphore_of_start: NDArray[np.bool_]  # posted once a call, by a start
+    semaphore_of_packets: NDArray[np.bool_]  # never posted: the flags in the packets say the same
     codes: tuple[CodeType, ...] = field(repr=False)
     rows: NDArray[np.int32] = field(repr=False)  # code and line of each operation
 
@@ -114,7 +118,7 @@ class Schedule:
     @cached_property
     def digest(self) -> str:
         """Equal for equal schedules, in every process."""
-        found = hashlib.sha256(repr((self.name, self.contract.name, self.in_place, self.staged)).encode())
+        found = hashlib.sha256(repr((self.name, self.contract.name, self.in_place, self.staged, self.packets)).encode())
         found.update(repr((self.instances, self.depth, self.buffers, self.topology.nodes)).encode())
         arrays = [getattr(self.instructions, one.name) for one in fields(self.instructions)]
         arrays += [self.first_atom, self.atoms, self.worker_start, self.worker_rank, self.semaphore_poster]

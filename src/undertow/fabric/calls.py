@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from .flight import FlightRing
+
+if TYPE_CHECKING:
+    from .group import Group
+
+
+@functools.lru_cache(maxsize=4096)
+def _fields(group: str, operator: str, shape: str, plan: str) -> bytes:
+    """All that does not change from call to call of one kind; encoding it anew would cost more than a small message."""
+    return json.dumps({"group": group, "operator": operator, "shape": shape, "plan": plan})[1:].encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,22 +31,16 @@ class Call:
     plan: str
 
     @property
+    def kind(self) -> tuple[str, str, str]:
+        return self.operator, self.shape, self.plan
+
+    @property
     def text(self) -> str:
         return f"{self.operator}({self.shape}) as {self.plan}"
 
-    def encode(self) -> bytes:
-        fields = {
-            "group": self.group,
-            "call": self.number,
-            "operator": self.operator,
-            "shape": self.shape,
-            "plan": self.plan,
-        }
-        return json.dumps(fields).encode()
-
     def matches(self, other: Call) -> bool:
         """Whether two ranks mean the same call."""
-        return (self.operator, self.shape, self.plan) == (other.operator, other.shape, other.plan)
+        return self.kind == other.kind
 
     @staticmethod
     def latest(records: list[dict[str, Any]], group: str) -> Call | None:
@@ -48,3 +55,43 @@ class Call:
                     str(record.get("plan", "")),
                 )
         return None
+
+
+class Bracket:
+    """Around one operator call: its flight record, and the check that all ranks mean the same. Yields its number."""
+
+    __slots__ = ("_group", "_kind", "_ring", "_ticket")
+
+    def __init__(self, group: Group, operator: str, shape: str, plan: str) -> None:
+        self._group = group
+        self._kind = (operator, shape, plan)
+
+    def __enter__(self) -> int:
+        group = self._group
+        group.check()
+        group.lock.acquire()
+        try:
+            group.calls += 1
+            self._ring = FlightRing.mine()
+            self._ticket = self._ring.begin(b'{"call": %d, %b' % (group.calls, _fields(group.name, *self._kind)))
+        except BaseException:
+            group.lock.release()
+            raise
+        try:
+            if group.is_news(self._kind):
+                group.compare(Call(group.name, group.calls, *self._kind))
+        except BaseException:
+            self._leave(failed=True)
+            raise
+        return group.calls
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave(failed=kind is not None)
+
+    def _leave(self, failed: bool) -> None:
+        try:
+            self._ring.end(self._ticket, failed=failed)
+        finally:
+            self._group.lock.release()

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from .. import errors, settings
 from . import meeting, node, watchdog
-from .calls import Call
+from .calls import Bracket, Call
 from .flight import FlightRing
 from .heartbeat import PERIOD, SILENCE, Heartbeat
 from .logs import get_logger
@@ -269,36 +269,24 @@ class Group:
 
     # -- calls -------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def call(self, operator: str, shape: str, plan: str) -> Iterator[int]:
+    def call(self, operator: str, shape: str, plan: str) -> Bracket:
         """Bracket one operator call: its flight record, and the check that all ranks mean the same."""
-        self.check()
-        with self.lock:
-            self.calls += 1
-            call = Call(self.name, self.calls, operator, shape, plan)
-            ring = FlightRing.mine()
-            ticket = ring.begin(call.encode())
-            failed = True
-            try:
-                if settings.CHECK.is_on() or self._is_news(call):
-                    self._compare(call)
-                yield self.calls
-                failed = False
-            finally:
-                ring.end(ticket, failed=failed)
+        return Bracket(self, operator, shape, plan)
 
-    def _is_news(self, call: Call) -> bool:
-        """Whether the ranks should first compare this call: its kind was never seen here, or Gloo will carry it.
+    def is_news(self, kind: tuple[str, str, str]) -> bool:
+        """Whether the ranks should first compare such a call: it was never seen here, or Gloo will carry it.
 
         Once per kind of call is enough where a later disagreement only waits until the deadline. Gloo ends the
         process, or takes half a message for a whole, when sizes differ, so there each change is compared. The last
         agreed call is the same on all ranks: of ranks that differ, at least one compares and never reaches Gloo.
         """
-        kind = (call.operator, call.shape, call.plan)
-        by_gloo = self.device.type == "cpu" and ":net" in call.plan
-        return kind not in self._agreed or (by_gloo and kind != self._last_agreed)
+        if kind not in self._agreed:
+            return True
+        if kind != self._last_agreed and ":net" in kind[2] and self.device.type == "cpu":
+            return True
+        return settings.CHECK.is_on()
 
-    def _compare(self, call: Call) -> None:
+    def compare(self, call: Call) -> None:
         """All ranks see all calls, so all of them raise the same sentence and none launches anything."""
         mine = [call.number, call.operator, call.shape, call.plan]
         calls = [Call(self.name, *theirs) for theirs in self.exchange(mine, "a call")]
@@ -312,7 +300,7 @@ class Group:
                     other_rank=rank,
                     theirs=other.text,
                 )
-        self._last_agreed = (call.operator, call.shape, call.plan)
+        self._last_agreed = call.kind
         self._agreed.add(self._last_agreed)
 
     # -- the watchdog's side -------------------------------------------------------------------------------------

@@ -1,0 +1,402 @@
+"""Staged schedules over lanes: copy engines inside a node, the network between nodes, the host walking the schedule.
+
+    for every iteration (one tile of every chunk):
+        for every step of the rank's walk (see `lane_plan`):
+            expect    a message of another node may come in
+            receive   wait for a message
+            run       stores <- the sum of sources; what goes to another rank's staging is sent by a lane
+            free      its place may be written again
+            flush     memory that earlier sends read may be written again
+    flush
+
+Memory ordering is the lanes': a message's bytes are released by its sender's deliver and acquired by `receive`, the
+reading of them is released by `free` and acquired by the sender's next claim of that slot. The schedule's own semaphores
+are not used. A slot guards one place, and places do not depend on the size of a call, so a rank may be a call ahead.
+
+On the CPU each step is done when it returns. On CUDA each is enqueued on the current stream, the host waits for nothing
+(except for lane `net`, which cannot be captured), and nothing is counted from call to call: calls can be captured. A
+call of the same sizes comes before the capture, as it loads the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+
+from ..errors import InvalidArgument
+from ..fabric.base import Handoffs, SymmetricBuffer
+from ..fabric.net import NetLane
+from . import lane_plan as plan
+from .bind import (
+    FIRST_WORKSPACE,
+    INSTRUCTION_ROW,
+    INSTRUCTIONS,
+    MY_INPUT,
+    MY_OUTPUT,
+    OPERAND_ROW,
+    OPERANDS,
+    PIECE_ROW,
+    PIECES,
+    SCRATCH,
+    bind,
+    waits_for_kernels,
+    workspace_bytes,
+)
+from .lane_sum import CTAS, OPERATIONS, Sum
+
+if TYPE_CHECKING:
+    from ..fabric.base import Fabric, Lane
+    from .schedule import Schedule
+
+STRIDE = 1 << 20  # bytes of a message: transfers cost tens of microseconds to begin
+_MOST = 8 << 20  # what the staged dma lane holds of a message before its receiver comes
+_WORKSPACE, _SPARE = FIRST_WORKSPACE, FIRST_WORKSPACE + 1  # bases, after MY_INPUT and MY_OUTPUT
+Operand = tuple[int, int]  # base, offset in elements
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """One chunk of one instruction. `value` is what is sent: a source, or the first of `stores`."""
+
+    elements: int
+    sources: tuple[Operand, ...]
+    stores: tuple[Operand, ...]
+    value: Operand
+    sends: tuple[tuple[int, int, int, int], ...]  # lane, peer, offset in its workspace, slot
+
+
+@dataclass(frozen=True, slots=True)
+class _Transfer:
+    """A message to me; to `free` a message that is empty in this call is nothing."""
+
+    lane: int
+    peer: int
+    offset: int
+    elements: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """The walk for calls of one size. Lengths in elements."""
+
+    steps: list[tuple[int, Any]]
+    iterations: int
+    tile: int
+    copy: int  # of the workspace: there are `depth` of them
+    needs: tuple[int, int]  # elements of source and out
+
+
+class LaneExecutable:
+    """One schedule on one group. Hand-offs, workspace and order of messages are its own.
+
+    Making one is collective. Calls of one executable come one after the other, on all ranks in the same order. Any
+    number of workers and instances in the schedule are walked as one.
+    """
+
+    def __init__(
+        self, fabric: Fabric, schedule: Schedule, lane: str = "dma", stride: int = STRIDE, ctas: int = CTAS
+    ) -> None:
+        group = fabric.group
+        if schedule.ranks != group.size:
+            was, must = f"for {schedule.ranks} ranks", f"for {group.size} ranks"
+            raise InvalidArgument(argument="schedule", was=was, must=must)
+        if not schedule.staged:
+            raise InvalidArgument(argument="schedule", was="for target direct", must="compiled for target staged")
+        if waits_for_kernels(schedule):
+            raise InvalidArgument(argument="schedule", was="tied to kernels", must="without ready and needed tiles")
+        if not 16 <= stride <= _MOST:
+            raise InvalidArgument(argument="stride", was=stride, must=f"between 16 and {_MOST} bytes")
+        self.schedule = schedule
+        self.stride = stride - stride % 16
+        self._group = group
+        near = _Near(fabric, lane)
+        self._walk = plan.walk(schedule, group.rank, group.nodes, near.holds)
+        self._lanes: list[Lane | None] = [None, None]
+        if plan.NEAR in self._walk.lanes:
+            self._lanes[plan.NEAR] = near.open(self._walk.slots)
+        if plan.FAR in self._walk.lanes:
+            net = fabric.lane("net")
+            assert isinstance(net, NetLane)
+            self._lanes[plan.FAR] = net.part()
+        self._near = near
+        room = workspace_bytes(schedule, self.stride)
+        self._workspace = fabric.buffer(room, torch.uint8) if room else None
+        self._spare = torch.empty(
+            self._walk.spares * self.stride * schedule.depth, dtype=torch.uint8, device=group.device
+        )
+        self._typed: dict[torch.dtype, SymmetricBuffer | None] = {}
+        self._bound: dict[tuple[object, ...], _Bound] = {}
+        self._sum = Sum(group.device, ctas)
+        fabric.adopt(self)
+
+    def describe(self) -> str:
+        """Which lanes carry it, in a few words."""
+        names = ("inside a node", "between nodes" if self._lanes[plan.NEAR] else "between all ranks")
+        return "; ".join(f"{lane.describe()} {where}" for lane, where in zip(self._lanes, names, strict=True) if lane)
+
+    def run(
+        self,
+        source: torch.Tensor | SymmetricBuffer,
+        out: torch.Tensor | SymmetricBuffer,
+        span_lengths: Sequence[int],
+        operation: str = "sum",
+    ) -> None:
+        """One call. `source` and `out` are contiguous; in place, both are parts of one memory as the contract says."""
+        if operation not in OPERATIONS:
+            raise InvalidArgument(argument="operation", was=repr(operation), must=f"one of {', '.join(OPERATIONS)}")
+        given = {"source": _flat("source", source), "out": _flat("out", out)}
+        dtype = given["source"].dtype
+        key = (tuple(span_lengths), dtype)
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = self._bound[key] = self._bind(span_lengths, dtype.itemsize)
+        for (name, tensor), needed in zip(given.items(), bound.needs, strict=True):
+            if tensor.numel() < needed or tensor.dtype != dtype:
+                was, must = f"{tensor.numel()} {tensor.dtype}", f"{needed} {dtype}"
+                raise InvalidArgument(argument=name, was=was, must=must)
+        sizes = {len(piece.sources) for kind, found in bound.steps if kind == plan.RUN for piece in found}
+        self._sum.warm_up(dtype, sizes, operation)
+        space = self._space(dtype)
+        spare = self._spare.view(dtype)
+        local = given["source"] if space is None else space.local
+        bases = (given["source"], given["out"], local, spare)
+        for iteration in range(bound.iterations):
+            self._iterate(bound, iteration, bases, space, operation)
+        for lane in self._lanes:
+            if lane is not None:
+                lane.flush()
+
+    def close(self) -> None:
+        """Free the hand-offs and the workspace. No rank may be in a call any more."""
+        self._near.close()
+        self._typed.clear()
+        self._bound.clear()
+        if self._workspace is not None:
+            self._workspace.release()
+
+    def stop(self) -> None:
+        """The fabric's word for it."""
+        self._near.close()
+
+    # -- one iteration -------------------------------------------------------------------------------------------------
+
+    def _iterate(
+        self,
+        bound: _Bound,
+        iteration: int,
+        bases: tuple[torch.Tensor, ...],
+        space: SymmetricBuffer | None,
+        operation: str,
+    ) -> None:
+        depth = self.schedule.depth
+        parity, first = iteration % depth, iteration * bound.tile
+        copy = parity * bound.copy
+        shifts = (first, first, copy, parity * (self._spare.numel() // depth // bases[0].element_size()))
+        for kind, found in bound.steps:
+            if kind == plan.RUN:
+                for piece in found:
+                    count = min(bound.tile, piece.elements - first)
+                    if count > 0:
+                        self._move(piece, count, bases, shifts, space, operation, parity)
+                continue
+            if kind >= plan.FLUSH:
+                lane = self._lanes[found]
+                if lane is not None and (kind == plan.FLUSH or iteration >= depth):
+                    lane.flush()
+                continue
+            count = min(bound.tile, found.elements - first)
+            if count <= 0:
+                continue
+            lane = self._lanes[found.lane]
+            assert lane is not None
+            assert space is not None
+            if kind == plan.FREE:
+                lane.free(found.peer, found.slot + parity)
+            elif kind == plan.RECEIVE:
+                lane.receive(found.peer, space, found.offset + copy, count, found.slot + parity)
+            else:
+                assert isinstance(lane, NetLane)
+                lane.expect(found.peer, space, found.offset + copy, count, found.slot + parity)
+
+    def _move(
+        self,
+        piece: _Piece,
+        count: int,
+        bases: tuple[torch.Tensor, ...],
+        shifts: tuple[int, ...],
+        space: SymmetricBuffer | None,
+        operation: str,
+        parity: int,
+    ) -> None:
+        def view(operand: Operand) -> torch.Tensor:
+            base, offset = operand
+            return bases[base].narrow(0, offset + shifts[base], count)
+
+        if piece.stores:
+            total = view(piece.stores[0])
+            self._sum(total, [view(one) for one in piece.sources], operation)
+            for other in piece.stores[1:]:
+                view(other).copy_(total)
+        for lane, peer, offset, slot in piece.sends:
+            carrier = self._lanes[lane]
+            assert carrier is not None
+            assert space is not None
+            carrier.send(peer, view(piece.value), space, offset + shifts[_WORKSPACE], slot + parity)
+
+    def _space(self, dtype: torch.dtype) -> SymmetricBuffer | None:
+        """The workspace as elements of `dtype`."""
+        if dtype not in self._typed:
+            self._typed[dtype] = None if self._workspace is None else self._workspace.as_type(dtype)
+        return self._typed[dtype]
+
+    # -- the walk, for one size ------------------------------------------------------------------------------------------
+
+    def _bind(self, span_lengths: Sequence[int], item_size: int) -> _Bound:
+        schedule, rank = self.schedule, self._group.rank
+        bound = bind(schedule, rank, span_lengths, self.stride, item_size, 0, 0)
+        rows = _Rows(bound.code, rank, self.stride // item_size)
+        numbers = (
+            at
+            for worker in schedule.workers_of(rank)
+            for at in range(int(schedule.worker_start[worker]), int(schedule.worker_start[worker + 1]))
+        )
+        row_of = {at: row for row, at in enumerate(numbers)}  # as `bind` puts them
+        lengths = {
+            (at, place): elements for at, row in row_of.items() for place, elements in rows.places_read(row).items()
+        }
+        steps: list[tuple[int, Any]] = []
+        for kind, number in self._walk.steps:
+            if kind == plan.RUN:
+                steps.append((kind, self._pieces(rows, row_of[number], number)))
+            elif kind >= plan.FLUSH:
+                steps.append((kind, number))
+            else:
+                one = self._walk.messages[number]
+                elements = lengths.get((one.first_read, one.place), 0)
+                lane = self._lane_to(one.sender)
+                steps.append((kind, _Transfer(lane, one.sender, one.place * rows.room, elements, one.slot)))
+        contract, classes = schedule.contract, schedule.contract.class_lengths(span_lengths)
+        items = contract.item_class[contract.first_item[rank] : contract.first_item[rank + 1]]
+        outputs = contract.output_class[contract.first_output[rank] : contract.first_output[rank + 1]]
+        needs = int(classes[items].sum()), int(classes[outputs].sum())
+        return _Bound(steps, bound.iterations, bound.tile, int(bound.code[SCRATCH]), needs)
+
+    def _pieces(self, rows: _Rows, row: int, at: int) -> list[_Piece]:
+        pieces = []
+        spare = self._walk.spare_of.get(at)
+        for elements, sources, stores, remote in rows.pieces(row):
+            if spare is not None:
+                stores = ((_SPARE, (spare + len(pieces)) * rows.room),)
+            sends = tuple(
+                (self._lane_to(peer), peer, place * rows.room, self._walk.slot_of[self._group.rank, peer, place])
+                for peer, place in remote
+            )
+            value = sources[0] if plan.sends_source(self.schedule, at) else stores[0]
+            pieces.append(_Piece(elements, sources, stores, value, sends))
+        return pieces
+
+    def _lane_to(self, peer: int) -> int:
+        return plan.NEAR if self._near.holds != plan.MEETING and self._group.is_local(peer) else plan.FAR
+
+
+class _Rows:
+    """Reads the tables of a bound program."""
+
+    def __init__(self, code: np.ndarray[Any, np.dtype[np.int64]], rank: int, room: int) -> None:
+        self._code: list[int] = code.tolist()
+        self._mine = FIRST_WORKSPACE + rank
+        self.room = room
+
+    def pieces(
+        self, row: int
+    ) -> list[tuple[int, tuple[Operand, ...], tuple[Operand, ...], tuple[tuple[int, int], ...]]]:
+        """(elements, sources, local stores, remote places as (rank, place)) of each chunk of an instruction."""
+        code = self._code
+        at = code[INSTRUCTIONS] + row * INSTRUCTION_ROW
+        found = []
+        for piece in range(code[at + 4], code[at + 5]):
+            place = code[PIECES] + piece * PIECE_ROW
+            elements, first, middle, _, last = code[place : place + PIECE_ROW]
+            operands = [
+                (code[entry], code[entry + 1])
+                for entry in range(
+                    code[OPERANDS] + first * OPERAND_ROW, code[OPERANDS] + last * OPERAND_ROW, OPERAND_ROW
+                )
+            ]
+            known = [(_WORKSPACE if base == self._mine else base, offset) for base, offset in operands]
+            reach = (MY_INPUT, MY_OUTPUT, self._mine)
+            local = [one for one, (base, _) in zip(known, operands, strict=True) if base in reach]
+            remote = [(base - FIRST_WORKSPACE, offset // self.room) for base, offset in operands if base not in reach]
+            sources = middle - first  # all local
+            found.append((elements, tuple(local[:sources]), tuple(local[sources:]), tuple(remote)))
+        return found
+
+    def places_read(self, row: int) -> dict[int, int]:
+        """Elements of each place of my workspace that an instruction reads."""
+        return {
+            offset // self.room: elements
+            for elements, sources, _, _ in self.pieces(row)
+            for base, offset in sources
+            if base == _WORKSPACE
+        }
+
+
+class _Near:
+    """The lane inside a node: one of its own with as many slots as the schedule needs, or the fabric's own."""
+
+    def __init__(self, fabric: Fabric, name: str) -> None:
+        self._fabric, self._name = fabric, name
+        self._shared: Lane | None = None
+        self._made: Lane | None = None
+        self._pairs: list[Handoffs] = []
+        self.group, self.device = fabric.group, fabric.group.device  # a lane's constructor takes this for its fabric
+        self._slots = 0
+        if name == "net" or name not in fabric.lanes():
+            fabric.lane(name)  # refuses a name that is none
+            self.holds = plan.MEETING
+            return
+        self.holds = plan.PLACES
+        if self.device.type == "cuda":
+            self._shared = fabric.lane(name)
+            from ..fabric.cuda_lanes import StagedLane
+
+            # Its ring of pinned memory is large and has one message for each pair, whatever the slot.
+            self.holds = plan.ONE if isinstance(self._shared, StagedLane) else plan.PLACES
+
+    def open(self, slots: int) -> Lane:
+        """Collective."""
+        if self._shared is not None and self.holds == plan.ONE:
+            return self._shared
+        self._slots = slots
+        kind: Any = type(self._shared)
+        if self._shared is None:
+            from ..fabric.cpu_lanes import DmaLane, PeerLane
+
+            kind = DmaLane if self._name == "dma" else PeerLane
+        self._made = cast("Lane", kind(self))
+        return self._made
+
+    def handoffs(self) -> Handoffs:
+        """As a fabric's, with enough slots."""
+        self._pairs.append(self._fabric.handoffs(self._slots))
+        return self._pairs[-1]
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+        for pairs in self._pairs:
+            pairs.release()
+        self._pairs.clear()
+
+
+def _flat(name: str, given: torch.Tensor | SymmetricBuffer) -> torch.Tensor:
+    tensor = given.local if isinstance(given, SymmetricBuffer) else given
+    if not tensor.is_contiguous():
+        raise InvalidArgument(argument=name, was=f"strided {tuple(tensor.stride())}", must="contiguous")
+    return tensor.view(-1)

@@ -1,0 +1,94 @@
+"""out = the sum (or maximum, minimum) of some tensors that lie anywhere: the arithmetic between two messages.
+
+In the order of the parts, 16-bit numbers in fp32 and rounded once, on both devices. On CUDA sums are made by a grid of a
+few CTAs, so that they take little from whoever computes; maxima and minima, and types that the kernel does not know, by
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from .direct import ordered_sum
+
+CTAS = 16
+_TORCH: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum,
+}  # fmt: skip
+OPERATIONS = tuple(_TORCH)
+_HALVES = (torch.float16, torch.bfloat16)
+_KERNEL_TYPES = (*_HALVES, torch.float32, torch.int32)
+
+
+class Sum:
+    """`out` may be one of the parts, as a whole. "avg" is a sum: who asked for it divides."""
+
+    def __init__(self, device: torch.device, ctas: int) -> None:
+        self._device, self._ctas = device, ctas
+        self._on_device = device.type == "cuda"
+        self._warm: set[tuple[object, ...]] = set()
+
+    def __call__(self, out: torch.Tensor, parts: list[torch.Tensor], operation: str) -> None:
+        if len(parts) == 1:
+            if out.data_ptr() != parts[0].data_ptr():
+                out.copy_(parts[0])
+            return
+        adds = operation in ("sum", "avg")
+        if self._on_device and adds and out.dtype in _KERNEL_TYPES and self._by_kernel(out, parts):
+            return
+        # Going through `out` would round 16-bit sums more than once, or lose a part that lies there.
+        aside = len(parts) > 2 and any(one.data_ptr() == out.data_ptr() for one in parts[2:])
+        if adds and (aside or (len(parts) > 2 and out.dtype in _HALVES)):
+            ordered_sum(out, parts)
+            return
+        two = _TORCH[operation]
+        total = torch.empty_like(out) if aside else out
+        two(parts[0], parts[1], out=total)
+        for part in parts[2:]:
+            two(total, part, out=total)
+        if aside:
+            out.copy_(total)
+
+    def warm_up(self, dtype: torch.dtype, sizes: Iterable[int], operation: str) -> None:
+        """Load what sums of so many parts need: a kernel loaded behind a stream that waits for a message would hang."""
+        if not self._on_device or torch.cuda.is_current_stream_capturing():
+            return
+        for parts in sizes:
+            key = (dtype, parts, operation)
+            if key not in self._warm:
+                self._warm.add(key)
+                room = torch.zeros((parts + 1) * 32, dtype=dtype, device=self._device)
+                for shift, step in ((0, 32), (1, 32), (1, 31)):  # aligned or not, equally far apart or not
+                    views = [room[one * step + shift * (one > 0) :][:16] for one in range(parts + 1)]
+                    self(views[0], views[1:], operation)
+                    self(views[-1], views[1:], operation)
+
+    def _by_kernel(self, out: torch.Tensor, parts: list[torch.Tensor]) -> bool:
+        """All at once where parts lie equally far apart, as any two do; else two by two, where that rounds nothing."""
+        addresses = [one.data_ptr() for one in parts]
+        if len({after - before for before, after in zip(addresses, addresses[1:], strict=False)}) == 1:
+            self._launch(out, parts)
+            return True
+        if out.dtype in _HALVES or out.data_ptr() in addresses[2:]:
+            return False
+        self._launch(out, parts[:2])
+        for part in parts[2:]:
+            self._launch(out, [out, part])
+        return True
+
+    def _launch(self, out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """`kernels.move.sum_parts` for parts of several tensors: the distance between them is a number like any other."""
+        from ..kernels import move
+
+        size = out.element_size()
+        distance = parts[1].data_ptr() - parts[0].data_ptr()
+        aligned = all(address % 16 == 0 for address in (out.data_ptr(), parts[0].data_ptr(), distance))
+        blocks = -(-out.numel() // move.SUM_BLOCK)
+        kernel: Any = move.sum_kernel
+        kernel[(max(1, min(self._ctas, blocks)),)](
+            out, parts[0], out.numel(), distance // size, len(parts), 16 if aligned else size, move.SUM_BLOCK,
+            num_warps=move.SUM_WARPS,
+        )  # fmt: skip

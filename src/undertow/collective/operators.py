@@ -1,0 +1,324 @@
+"""Collectives as calls: what a user of torch.distributed expects, run by checked schedules.
+
+| call | tensor | result |
+|---|---|---|
+| all_reduce | [...] on every rank | the sum over ranks, in place unless `out` is given |
+| all_gather | [rows_r, ...] | [sum of rows_r, ...], shards in rank order |
+| reduce_scatter | [rows, ...] | the rank's shard of the sum; shards by torch.tensor_split |
+| all_to_all | [sum over d of rows for d, ...] | [sum over s of rows from s, ...] |
+| broadcast | [...] | the root's, in place |
+| reduce | [...] | the sum on the root, None elsewhere |
+| gather | [rows_r, ...] | all shards on the root, None elsewhere |
+| scatter | [rows, ...] on the root, None elsewhere | the rank's shard |
+
+Every call is collective: all ranks of the group make it, in the same order, with matching shapes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import InvalidArgument
+from ..fabric.group import Group
+from ..fabric.registry import as_group
+from ..plan.plan import split
+from .algorithms import LIBRARY
+from .cpu_runtime import CpuExecutable
+from .language import Program
+from .selection import Choice, choose
+from .topology import Topology
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..fabric.base import Fabric
+
+    AnyGroup = Group | dist.ProcessGroup | DeviceMesh | None
+
+OPERATIONS = ("sum", "avg", "max", "min")
+_REDUCIBLE = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8,
+)  # fmt: skip
+_executables: weakref.WeakKeyDictionary[Fabric, dict[tuple[object, ...], CpuExecutable]] = weakref.WeakKeyDictionary()
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    op: str = "sum",
+    group: AnyGroup = None,
+    program: Program | None = None,
+) -> torch.Tensor:
+    """out = the sum (or other `op`) of every rank's `tensor`; in place unless `out` is given."""
+    on = as_group(group)
+    _check_tensor("tensor", tensor, on)
+    _check_operation(op, tensor)
+    result = tensor if out is None else _checked_out(out, tensor, tuple(tensor.shape))
+    _run("all_reduce", on, tensor, result, [tensor.numel()], op, program)
+    if op == "avg":
+        _divide(result, on.size)
+    return result
+
+
+def all_gather(
+    tensor: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
+    group: AnyGroup = None,
+    program: Program | None = None,
+) -> torch.Tensor:
+    """out = every rank's `tensor`, one after the other. `rows[r]`: rows of rank r where they differ."""
+    on = as_group(group)
+    _check_tensor("tensor", tensor, on)
+    shaped = tensor if tensor.dim() else tensor.reshape(1)
+    counts = _rows("rows", rows, on.size, shaped.shape[0], on.rank)
+    width = _width(shaped)
+    result = _output(out, tensor, (sum(counts), *shaped.shape[1:]))
+    _run("all_gather", on, shaped, result, [count * width for count in counts], "sum", program)
+    return result
+
+
+def reduce_scatter(
+    tensor: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    op: str = "sum",
+    group: AnyGroup = None,
+    program: Program | None = None,
+) -> torch.Tensor:
+    """out = this rank's rows of the sum (or other `op`) of every rank's `tensor`; rows by torch.tensor_split."""
+    on = as_group(group)
+    _check_tensor("tensor", tensor, on, matrix=True)
+    _check_operation(op, tensor)
+    shards = split(tensor.shape[0], on.size)
+    start, stop = shards[on.rank]
+    width = _width(tensor)
+    result = _output(out, tensor, (stop - start, *tensor.shape[1:]))
+    _run("reduce_scatter", on, tensor, result, [(end - begin) * width for begin, end in shards], op, program)
+    if op == "avg":
+        _divide(result, on.size)
+    return result
+
+
+def all_to_all(
+    tensor: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
+    group: AnyGroup = None,
+    program: Program | None = None,
+) -> torch.Tensor:
+    """out = what every rank has for this one, in rank order. `rows[d]`: rows for rank d; None: equal parts."""
+    on = as_group(group)
+    _check_tensor("tensor", tensor, on, matrix=True)
+    if rows is None and tensor.shape[0] % on.size:
+        must = f"a multiple of the {on.size} ranks, or rows given"
+        raise InvalidArgument(argument="tensor", was=f"of {tensor.shape[0]} rows", must=must)
+    mine = [tensor.shape[0] // on.size] * on.size if rows is None else [int(one) for one in rows]
+    if len(mine) != on.size or min(mine) < 0 or sum(mine) != tensor.shape[0]:
+        must = f"{on.size} numbers that add up to the {tensor.shape[0]} rows of tensor"
+        raise InvalidArgument(argument="rows", was=mine, must=must)
+    table = [mine] * on.size
+    if rows is not None:  # everybody's, as everybody must run the same number of iterations
+        said = all_gather(torch.tensor(mine, dtype=torch.int64), group=on)
+        table = [[int(one) for one in row] for row in said.view(on.size, on.size)]
+    width = _width(tensor)
+    result = _output(out, tensor, (sum(row[on.rank] for row in table), *tensor.shape[1:]))
+    _run("all_to_all", on, tensor, result, [count * width for row in table for count in row], "sum", program)
+    return result
+
+
+def broadcast(
+    tensor: torch.Tensor, *, root: int = 0, group: AnyGroup = None, program: Program | None = None
+) -> torch.Tensor:
+    """tensor = the root's, in place."""
+    on = as_group(group)
+    _check_tensor("tensor", tensor, on)
+    _check_root(root, on)
+    _run("broadcast", on, tensor, tensor, [tensor.numel()], "sum", program, root)
+    return tensor
+
+
+def reduce(
+    tensor: torch.Tensor,
+    *,
+    root: int = 0,
+    out: torch.Tensor | None = None,
+    op: str = "sum",
+    group: AnyGroup = None,
+    program: Program | None = None,
+) -> torch.Tensor | None:
+    """On the root: the sum (or other `op`) of every rank's `tensor`, in a new tensor or `out`. None elsewhere."""
+    on = as_group(group)
+    _check_tensor("tensor", tensor, on)
+    _check_operation(op, tensor)
+    _check_root(root, on)
+    result = _output(out, tensor, tuple(tensor.shape)) if on.rank == root else tensor.new_empty(tensor.shape)
+    _run("reduce", on, tensor, result, [tensor.numel()], op, program, root)
+    if op == "avg" and on.rank == root:
+        _divide(result, on.size)
+    return result if on.rank == root else None
+
+
+def gather(
+    tensor: torch.Tensor,
+    *,
+    root: int = 0,
+    out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
+    group: AnyGroup = None,
+    program: Program | None = None,
+) -> torch.Tensor | None:
+    """On the root: every rank's `tensor`, one after the other. None elsewhere. `rows` as in all_gather."""
+    on = as_group(group)
+    _check_tensor("tensor", tensor, on, matrix=True)
+    _check_root(root, on)
+    counts = _rows("rows", rows, on.size, tensor.shape[0], on.rank)
+    width = _width(tensor)
+    shape = (sum(counts), *tensor.shape[1:])
+    result = _output(out, tensor, shape) if on.rank == root else tensor.new_empty(0)
+    _run("gather", on, tensor, result, [count * width for count in counts], "sum", program, root)
+    return result if on.rank == root else None
+
+
+def scatter(
+    tensor: torch.Tensor | None,
+    *,
+    out: torch.Tensor,
+    root: int = 0,
+    rows: Sequence[int] | None = None,
+    group: AnyGroup = None,
+    program: Program | None = None,
+) -> torch.Tensor:
+    """out = this rank's rows of the root's `tensor`. `rows[r]`: rows of rank r; None: as many as `out` has."""
+    on = as_group(group)
+    _check_tensor("out", out, on, matrix=True)
+    _check_root(root, on)
+    counts = _rows("rows", rows, on.size, out.shape[0], on.rank)
+    width = _width(out)
+    if on.rank == root:
+        if tensor is None:
+            raise InvalidArgument(argument="tensor", was="None", must="a tensor on the root")
+        _check_tensor("tensor", tensor, on)
+        shape = (sum(counts), *out.shape[1:])
+        if tuple(tensor.shape) != shape or tensor.dtype != out.dtype:
+            was = f"{list(tensor.shape)} {tensor.dtype}"
+            raise InvalidArgument(argument="tensor", was=was, must=f"{list(shape)} {out.dtype}")
+    source = tensor if tensor is not None and on.rank == root else out.new_empty(0)
+    _run("scatter", on, source, out, [count * width for count in counts], "sum", program, root)
+    return out
+
+
+def _run(
+    collective: str,
+    on: Group,
+    source: torch.Tensor,
+    out: torch.Tensor,
+    spans: list[int],
+    op: str,
+    program: Program | None,
+    root: int = 0,
+) -> None:
+    """One checked schedule, on contiguous memory. In place only if both are one tensor: all ranks must see it alike."""
+    given, in_place = out, source is out
+    if not in_place and source.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+        source = source.clone()
+    source = source.contiguous()
+    if in_place or not out.is_contiguous():
+        out = source if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    nbytes = sum(spans) * source.element_size()
+    choice = choose(collective, nbytes, in_place)
+    name = choice.program if program is None else program.name
+    shape = f"{nbytes} bytes, {str(source.dtype).removeprefix('torch.')}"
+    with on.call(collective, shape, f"{name} {op}"):
+        if nbytes:
+            run = _executable(collective, on, choice, program, in_place, root)
+            with on.fabric.guarded_call((out,)):
+                run.run(source, out, spans, op)
+    if given is not out:
+        given.copy_(out)
+
+
+def _executable(
+    collective: str, on: Group, choice: Choice, program: Program | None, in_place: bool, root: int
+) -> CpuExecutable:
+    fabric = on.fabric
+    held = _executables.setdefault(fabric, {})
+    key = (choice.program if program is None else program, choice.stride, choice.slots, choice.depth, in_place, root)
+    found = held.get(key)
+    if found is None:
+        chosen = LIBRARY[choice.program] if program is None else program
+        if chosen.collective != collective:
+            must = f"a program for {collective}"
+            raise InvalidArgument(argument="program", was=f"{chosen.name}, for {chosen.collective}", must=must)
+        schedule = chosen.compile(
+            topology=Topology.of(on.nodes), root=root, in_place=in_place, target="staged", slots=choice.slots,
+            depth=choice.depth, workers=choice.workers, instances=choice.instances,
+        )  # fmt: skip
+        found = held[key] = CpuExecutable(fabric, schedule, choice.stride)  # type: ignore[arg-type]
+    return found
+
+
+def _width(tensor: torch.Tensor) -> int:
+    """Elements of a row."""
+    return tensor[0].numel() if tensor.shape[0] else int(torch.empty(tensor.shape[1:], device="meta").numel())
+
+
+def _divide(tensor: torch.Tensor, ranks: int) -> None:
+    if tensor.is_floating_point():
+        tensor.div_(ranks)
+    else:
+        tensor.div_(ranks, rounding_mode="trunc")
+
+
+def _output(out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    return like.new_empty(shape) if out is None else _checked_out(out, like, shape)
+
+
+def _checked_out(out: torch.Tensor, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if tuple(out.shape) != shape or out.dtype != like.dtype or out.device != like.device:
+        was = f"{list(out.shape)} {out.dtype} on {out.device}"
+        raise InvalidArgument(argument="out", was=was, must=f"{list(shape)} {like.dtype} on {like.device}")
+    return out
+
+
+def _rows(name: str, rows: Sequence[int] | None, size: int, own: int, rank: int) -> list[int]:
+    counts = [own] * size if rows is None else [int(one) for one in rows]
+    if len(counts) != size or min(counts) < 0 or counts[rank] != own:
+        must = f"{size} numbers, the one of rank {rank} being {own}"
+        raise InvalidArgument(argument=name, was=counts, must=must)
+    return counts
+
+
+def _check_root(root: int, on: Group) -> None:
+    if not 0 <= root < on.size:
+        raise InvalidArgument(argument="root", was=root, must=f"between 0 and {on.size - 1}")
+
+
+def _check_operation(op: str, tensor: torch.Tensor) -> None:
+    if op not in OPERATIONS:
+        raise InvalidArgument(argument="op", was=repr(op), must=f"one of {', '.join(OPERATIONS)}")
+    if tensor.dtype not in _REDUCIBLE:
+        must = ", ".join(str(one).removeprefix("torch.") for one in _REDUCIBLE)
+        raise InvalidArgument(argument="tensor", was=f"of {tensor.dtype}", must=f"one of {must} to be reduced")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, on: Group, matrix: bool = False) -> None:
+    if tensor.device != on.device:
+        raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {on.device}")
+    if matrix and tensor.dim() == 0:
+        raise InvalidArgument(argument=name, was="a single number", must="a tensor of rows")
+
+
+CALLS: dict[str, Callable[..., object]] = {
+    "all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all,
+    "broadcast": broadcast, "reduce": reduce, "gather": gather, "scatter": scatter,
+}  # fmt: skip
