@@ -140,6 +140,8 @@ def bind(
     for word, table in zip((INSTRUCTIONS, WAITS, POSTS, PIECES, OPERANDS), tables[1:], strict=True):
         header[word] = at
         at += len(table)
+    if iterations == 1:
+        step = max(step, max((piece[0] for piece in pieces), default=1))  # neighbouring chunks are moved as one
     copies = schedule.depth * (1 + schedule.packets)
     header[[WORKERS, TILE, ITEM_SIZE, TYPE, OPERATION, DEPTH, SCRATCH, SLICE, INSTANCES, RANKS, PACKETS]] = (
         len(mine), step, item_size, type_code, operation, schedule.depth,

@@ -226,8 +226,8 @@ class Trace:
         )  # fmt: skip
 
     def rows(self) -> NDArray[np.int32]:
-        """One row an operation, in program order; columns as `COLUMNS`."""
-        return np.frombuffer(self._rows, np.int32).reshape(-1, len(COLUMNS)).copy()
+        """One row an operation, in program order; columns as `COLUMNS`. A view: look at it once all is recorded."""
+        return np.frombuffer(self._rows, np.int32).reshape(-1, len(COLUMNS))
 
     def grain(self) -> int:
         """Pieces into which chunks must be cut for every `parallel` of this program."""
@@ -305,24 +305,47 @@ class Program:
             self._collective if isinstance(self._collective, str) else getattr(self._collective, "__name__", "custom")
         )
 
-    def trace(self, ranks: int | None = None, topology: Topology | None = None, root: int = 0) -> Trace:
-        """Run the function once, moving nothing."""
+    def trace(
+        self,
+        ranks: int | None = None,
+        topology: Topology | None = None,
+        root: int = 0,
+        ready: bool = False,
+        needed: bool = False,
+    ) -> Trace:
+        """Run the function once, moving nothing.
+
+        `ready`: chunk i of every input comes with parcel i of a kernel. `needed`: chunk i of every output is what tile i
+        of a kernel waits for. A program that says so itself needs neither.
+        """
         count = ranks if ranks is not None else self.ranks if self.ranks is not None else topology and topology.ranks
         if not count or count < 1:
             raise InvalidArgument(argument="ranks", was=ranks, must=f"at least 1 for program {self.name}")
         if topology is not None and topology.ranks != count:
             raise InvalidArgument(argument="topology", was=f"of {topology.ranks} ranks", must=f"of {count} ranks")
         trace = Trace(self.name, self.contract(count, root), topology or Topology.flat(count), root)
+        for rank, chunks in enumerate(trace.contract.inputs if ready else ()):
+            for chunk in range(chunks):
+                trace.tile_ready(trace.rank(rank).input[chunk], chunk)
         self._function(trace)
+        for rank, chunks in enumerate(trace.contract.outputs if needed else ()):
+            for chunk in range(chunks):
+                trace.tile_needed(trace.rank(rank).output[chunk], chunk)
         return trace
 
     def compile(
-        self, ranks: int | None = None, topology: Topology | None = None, root: int = 0, **options: Any
+        self,
+        ranks: int | None = None,
+        topology: Topology | None = None,
+        root: int = 0,
+        ready: bool = False,
+        needed: bool = False,
+        **options: Any,
     ) -> Schedule:
-        """Trace, lower and check; see `compiler.compile_trace` for the options."""
+        """Trace, lower and check; see `trace` and `compiler.compile_trace` for the options."""
         from .compiler import compile_trace
 
-        return compile_trace(self.trace(ranks, topology, root), **options)
+        return compile_trace(self.trace(ranks, topology, root, ready, needed), **options)
 
 
 def program(

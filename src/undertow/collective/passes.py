@@ -55,12 +55,16 @@ def contents(kinds, sources, destinations, counts, start_class, classes, offsets
 
 @_compiled
 def levels(kinds, sources, destinations, counts, atoms):
-    """How many operations must come before each one: the length of the longest chain that ends in it."""
-    written, read = np.zeros(atoms, np.int32), np.zeros(atoms, np.int32)  # 1 + level of the last to do so
-    found = np.empty(len(kinds), np.int32)
+    """How many operations must come before each one: the length of the longest chain that ends in it.
+
+    What waits for a later parcel of a kernel comes after all that waits for an earlier one, so the parcel stands in the
+    upper half of a level: levels grow along every chain all the same.
+    """
+    written, read = np.zeros(atoms, np.int64), np.zeros(atoms, np.int64)  # 1 + level of the last to do so
+    found = np.empty(len(kinds), np.int64)
     for one in range(len(kinds)):
         kind, source, to, count = kinds[one], sources[one], destinations[one], counts[one]
-        level = 0
+        level = np.int64(source) << 32 if kind == READY else np.int64(0)
         reads = kind <= REDUCE
         for part in range(count):
             if reads:
@@ -243,12 +247,12 @@ def class_of_groups(kinds, counts, source_start, source_atom, store_start, store
 
 
 @_compiled
-def group_levels(kinds, counts, source_start, source_atom, store_start, store_atom, atoms):
+def group_levels(kinds, numbers, counts, source_start, source_atom, store_start, store_atom, atoms):
     """As `levels`, of instructions."""
-    written, read = np.zeros(atoms, np.int32), np.zeros(atoms, np.int32)
-    found = np.empty(len(counts), np.int32)
+    written, read = np.zeros(atoms, np.int64), np.zeros(atoms, np.int64)
+    found = np.empty(len(counts), np.int64)
     for one in range(len(counts)):
-        level = 0
+        level = np.int64(numbers[one]) << 32 if kinds[one] == READY else np.int64(0)
         for entry in range(source_start[one], source_start[one + 1]):
             for part in range(counts[one]):
                 level = max(level, written[source_atom[entry] + part])

@@ -1,0 +1,237 @@
+"""What ranks do in the tests of the collectives: each function runs on every rank and returns what it found."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+import undertow as ut
+from undertow import collective as co
+from undertow.collective.cpu_runtime import CpuExecutable
+from undertow.collective.language import Trace
+from undertow.errors import UndertowError
+from undertow.fabric.atomics import add, load
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.int8)
+
+
+def data(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small integers, different on every rank and place."""
+    return ((torch.arange(count) * 7 + rank * 3) % 5 - 2).to(dtype)
+
+
+def reduced(ranks: int, count: int, dtype: torch.dtype, op: str) -> torch.Tensor:
+    parts = torch.stack([data(rank, count, torch.float64 if op == "avg" else dtype) for rank in range(ranks)])
+    if op == "avg":
+        mean = parts.sum(0) / ranks
+        return mean.to(dtype) if dtype.is_floating_point else mean.trunc().to(dtype)
+    return {"sum": parts.sum(0, dtype=dtype), "max": parts.max(0).values, "min": parts.min(0).values}[op]
+
+
+def all_reduces() -> list[str]:
+    group = ut.init()
+    wrong = []
+    for count in (1, 5, 64, 1000, 40_003, 300_000):
+        for dtype in DTYPES if count == 1000 else (torch.float32, torch.bfloat16):
+            for op in ("sum", "max", "min", "avg") if count in (5, 1000) else ("sum",):
+                if op == "avg" and dtype in (torch.bfloat16, torch.float16):
+                    continue  # rounded twice: not exact
+                expected = reduced(group.size, count, dtype, op)
+                mine = data(group.rank, count, dtype)
+                out = torch.full_like(mine, 77)
+                co.all_reduce(mine, out=out, op=op)
+                kept = mine.equal(data(group.rank, count, dtype))
+                co.all_reduce(mine, op=op)
+                if not (out.equal(expected) and mine.equal(expected) and kept):
+                    wrong.append(f"{count} {dtype} {op}")
+    strided = data(group.rank, 12, torch.float32).view(3, 4).t()
+    co.all_reduce(strided)
+    if not strided.equal(reduced(group.size, 12, torch.float32, "sum").view(3, 4).t()):
+        wrong.append("a transposed tensor")
+    empty = torch.empty(0)
+    co.all_reduce(empty)
+    return wrong
+
+
+def the_others() -> list[str]:
+    group = ut.init()
+    rank, size = group.rank, group.size
+    wrong = []
+
+    def expect(name: str, found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
+        if (found is None) != (expected is None) or (found is not None and not found.equal(expected)):
+            wrong.append(name)
+
+    for rows, width in ((1, 3), (5, 7), (64, 1000)):
+        mine = data(rank, rows * width, torch.float32).view(rows, width)
+        every = torch.cat([data(one, rows * width, torch.float32).view(rows, width) for one in range(size)])
+        expect(f"all_gather {rows}", co.all_gather(mine), every)
+        total = reduced(size, rows * width, torch.float32, "sum").view(rows, width)
+        expect(f"reduce_scatter {rows}", co.reduce_scatter(mine), total.tensor_split(size)[rank])
+        parts = data(rank, size * rows * width, torch.float32).view(size * rows, width)
+        swapped = torch.cat(
+            [data(one, size * rows * width, torch.float32).view(size, rows, width)[rank] for one in range(size)]
+        )
+        expect(f"all_to_all {rows}", co.all_to_all(parts), swapped)
+        within = parts.clone()
+        expect(f"all_to_all in place {rows}", co.all_to_all(within, out=within), swapped)
+        for root in range(size):
+            sent = mine.clone()
+            expect(f"broadcast {rows} {root}", co.broadcast(sent, root=root), every.view(size, rows, width)[root])
+            at_root = rank == root
+            expect(f"reduce {rows} {root}", co.reduce(mine, root=root), total if at_root else None)
+            expect(f"gather {rows} {root}", co.gather(mine, root=root), every if at_root else None)
+            out = torch.full((rows, width), 9.0)
+            scattered = co.scatter(every if at_root else None, out=out, root=root)
+            expect(f"scatter {rows} {root}", scattered, mine)
+    uneven = [one % 3 for one in range(size)]
+    mine = data(rank, uneven[rank] * 4, torch.int32).view(-1, 4)
+    every = torch.cat([data(one, uneven[one] * 4, torch.int32).view(-1, 4) for one in range(size)])
+    expect("uneven all_gather", co.all_gather(mine, rows=uneven), every)
+    table = [[(3 * source + to) % 4 for to in range(size)] for source in range(size)]
+    mine = torch.cat([torch.full((count, 2), 10 * rank + to) for to, count in enumerate(table[rank])])
+    theirs = torch.cat([torch.full((table[one][rank], 2), 10 * one + rank) for one in range(size)])
+    expect("uneven all_to_all", co.all_to_all(mine, rows=table[rank]), theirs)
+    marks = torch.zeros(size, dtype=torch.bool)
+    marks[rank] = True
+    expect("bool all_gather", co.all_gather(marks), torch.eye(size, dtype=torch.bool).view(-1))
+    return wrong
+
+
+def every_library_program() -> list[str]:
+    """All of them through the call that takes a program, in and out of place."""
+    group = ut.init()
+    wrong = []
+    for name in ("ring", "one_shot", "two_shot", "all_pairs_chunks", "halving_doubling", "double_binary_tree"):
+        for count in (3, 1000):
+            mine = data(group.rank, count, torch.float32)
+            out = torch.full_like(mine, 77)
+            expected = reduced(group.size, count, torch.float32, "sum")
+            co.all_reduce(mine, out=out, program=co.LIBRARY[name])
+            co.all_reduce(mine, program=co.LIBRARY[name])
+            if not (out.equal(expected) and mine.equal(expected)):
+                wrong.append(f"{name} {count}")
+    return wrong
+
+
+@co.program("all_reduce", chunks=2)
+def my_own(c: Trace) -> None:
+    """Sums at rank 0 and sends back, with a worker of its own for each half."""
+    for half in range(2):
+        total = c.rank(0).input[half].copy(c.rank(0).output[half], channel=half)
+        for other in c.others(0):
+            total.reduce(c.rank(other).input[half], channel=half)
+        for other in c.others(0):
+            total.copy(other, channel=half)
+
+
+def a_user_program() -> bool:
+    group = ut.init()
+    mine = data(group.rank, 999, torch.float32)
+    co.all_reduce(mine, program=my_own)
+    return mine.equal(reduced(group.size, 999, torch.float32, "sum"))
+
+
+def refusals() -> list[str]:
+    ut.init()
+    said = []
+    for attempt in (
+        lambda: co.all_reduce(torch.ones(3), op="product"),
+        lambda: co.all_reduce(torch.ones(3, dtype=torch.bool)),
+        lambda: co.all_reduce(torch.ones(3), out=torch.ones(4)),
+        lambda: co.all_to_all(torch.ones(2 * ut.init().size + 1, 2)),
+        lambda: co.broadcast(torch.ones(3), root=9),
+        lambda: co.all_gather(torch.ones(3), program=co.LIBRARY["ring"]),
+        lambda: co.all_gather(torch.ones(3), rows=[1]),
+    ):
+        try:
+            attempt()
+            said.append("not refused")
+        except UndertowError as error:
+            said.append(str(error))
+    return said
+
+
+def kernels_hooked() -> dict[str, Any]:
+    """A producer signals parcels one by one, a consumer waits for tiles; the program runs in between on a stream."""
+    group = ut.init()
+    rank, size = group.rank, group.size
+    schedule = co.LIBRARY["all_gather_ring"].compile(size, ready=True, needed=True)
+    executable = CpuExecutable(group.fabric, schedule)
+    mine, out = torch.zeros(1000), torch.full((size * 1000,), float("nan"))
+    parcels, tiles = np.zeros(32, np.int32), np.zeros(32 * size, np.int32)
+    arrived: list[bool] = []
+
+    def consume() -> None:
+        for step in range(size):
+            shard = (rank + step) % size
+            while load(tiles.ctypes.data + 128 * shard) < 1:
+                time.sleep(0.0005)
+            arrived.append(bool((out[shard * 1000 : (shard + 1) * 1000] == shard + 1).all()))
+
+    stream = group.fabric.stream("collective")
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    stream.run(
+        lambda: executable.run(mine, out, [1000] * size, parcels=(parcels.ctypes.data, 1), tiles=tiles.ctypes.data)
+    )
+    group.barrier()
+    early = bool(torch.isfinite(out).any())
+    mine.fill_(rank + 1)
+    add(parcels.ctypes.data, 1)
+    stream.join()
+    consumer.join()
+    return {"early": early, "arrived": arrived, "tiles": [int(one) for one in tiles[::32]]}
+
+
+@co.program("all_reduce", chunks=4)
+def chunkwise(c: Trace) -> None:
+    """Chunk by chunk at rank 0: chunk 0 can be summed long before chunk 3 exists."""
+    for chunk in range(4):
+        total = c.rank(0).input[chunk].copy(c.rank(0).output[chunk])
+        for other in c.others(0):
+            total.reduce(c.rank(other).input[chunk])
+        for other in c.others(0):
+            total.copy(other)
+
+
+def parcels_overlap() -> dict[str, Any]:
+    """The first chunk's sum is everywhere before the last parcel is made: the point of the hook."""
+    group = ut.init()
+    executable = CpuExecutable(group.fabric, chunkwise.compile(group.size, ready=True, needed=True, in_place=True))
+    tensor = torch.full((400,), float("nan"))
+    parcels, tiles = np.zeros(4 * 32, np.int32), np.zeros(4 * 32, np.int32)
+    stream = group.fabric.stream("collective")
+    stream.run(lambda: executable.run(tensor, tensor, [400], parcels=(parcels.ctypes.data, 1), tiles=tiles.ctypes.data))
+    order = []
+    for chunk in range(4):
+        tensor[chunk * 100 : (chunk + 1) * 100] = group.rank + 1 + chunk
+        add(parcels.ctypes.data + 128 * chunk, 1)
+        deadline = time.monotonic() + 20
+        while load(tiles.ctypes.data + 128 * chunk) < 1 and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        order.append([int(one) for one in tiles[::32]])
+    stream.join()
+    ranks = group.size
+    expected = torch.cat([torch.full((100,), ranks * (ranks + 1) / 2 + ranks * chunk) for chunk in range(4)])
+    return {"order": order, "right": tensor.equal(expected)}
+
+
+def lost_in_a_collective() -> str:
+    """Rank 1 dies while the others are inside; what they hear."""
+    group = ut.init()
+    tensor = torch.ones(1000)
+    co.all_reduce(tensor)
+    if group.rank == 1:
+        import os
+
+        os.kill(os.getpid(), 9)
+    try:
+        while True:
+            co.all_reduce(tensor)
+    except UndertowError as error:
+        return str(error)

@@ -1,0 +1,58 @@
+"""The collectives as users call them, on local CPU ranks."""
+
+from __future__ import annotations
+
+import operator_targets as targets
+import pytest
+
+import undertow as ut
+from undertow.errors import LaunchFailed
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_all_reduce(ranks: int) -> None:
+    assert ut.launch(targets.all_reduces, ranks, device="cpu") == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_other_collectives(ranks: int) -> None:
+    assert ut.launch(targets.the_others, ranks, device="cpu") == [[]] * ranks
+
+
+def test_every_all_reduce_of_the_library() -> None:
+    assert ut.launch(targets.every_library_program, 4, device="cpu") == [[]] * 4
+
+
+def test_a_users_own_program() -> None:
+    assert ut.launch(targets.a_user_program, 3, device="cpu") == [True] * 3
+
+
+def test_refusals_name_the_argument() -> None:
+    for said in ut.launch(targets.refusals, 2, device="cpu"):
+        assert said == [
+            "op is 'product', but must be one of sum, avg, max, min.",
+            "tensor is of torch.bool, but must be one of float64, float32, bfloat16, float16, int64, int32, int16,"
+            " int8, uint8 to be reduced.",
+            "out is [4] torch.float32 on cpu, but must be [3] torch.float32 on cpu.",
+            "tensor is of 5 rows, but must be a multiple of the 2 ranks, or rows given.",
+            "root is 9, but must be between 0 and 1.",
+            "program is ring, for all_reduce, but must be a program for all_gather.",
+            said[-1],
+        ]
+        assert said[-1].startswith("rows is [1], but must be 2 numbers")
+
+
+def test_a_program_waits_for_a_kernel_and_a_kernel_for_it() -> None:
+    for found in ut.launch(targets.kernels_hooked, 3, device="cpu"):
+        assert found == {"early": False, "arrived": [True] * 3, "tiles": [1] * 3}
+
+
+def test_the_first_parcel_has_arrived_before_the_last_is_made() -> None:
+    for found in ut.launch(targets.parcels_overlap, 2, device="cpu"):
+        assert found["right"]
+        assert found["order"] == [[1] * done + [0] * (4 - done) for done in range(1, 5)]
+
+
+def test_a_rank_lost_inside_a_collective() -> None:
+    with pytest.raises(LaunchFailed, match="Rank 1 of 3"):
+        ut.launch(targets.lost_in_a_collective, 3, device="cpu")
