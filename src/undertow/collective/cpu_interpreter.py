@@ -266,10 +266,13 @@ def begin(code, state):
 
 
 @_compiled
-def run(code, bases, state, semaphores, iterations, abort, spins, parcels, parcel_target, tiles, budget, turn):
+def run(
+    code, bases, state, semaphores, iterations, abort, spins, parcels, parcel_target, tiles, budget, turn, fresh=False
+):
     """Go on until all workers are over (DONE), nothing has moved for a slice (SLICE_OVER) or the group has failed.
 
-    `budget`: after so many instructions the slice is over, too (0: no such limit); `turn`: the worker to begin with.
+    `fresh`: this is the beginning of a call. `budget`: after so many instructions the slice is over, too (0: no such
+    limit); `turn`: the worker to begin with.
 
     `semaphores[r]` is the address of rank r's first semaphore, the last entry mine. `parcels` and `tiles` are addresses
     of words that kernels post and wait for, 128 bytes apart; a parcel is ready when its word reaches `parcel_target`.
@@ -279,6 +282,8 @@ def run(code, bases, state, semaphores, iterations, abort, spins, parcels, parce
     addresses = np.empty(256, np.int64)
     own = semaphores[len(semaphores) - 1]
     idle = 0
+    if fresh:
+        begin(code, state)
     while True:
         moved, left = False, 0
         for order in range(count):

@@ -27,6 +27,7 @@ TYPES = {
 }  # fmt: skip
 OPERATIONS = {"sum": interpreter.SUM, "max": interpreter.MAX, "min": interpreter.MIN, "avg": interpreter.SUM}
 _SPINS_ALONE, _SPINS_CROWDED = 3000, 30
+_KEPT = 512  # bound programs: sizes may differ from call to call
 
 
 class CpuExecutable:
@@ -75,36 +76,43 @@ class CpuExecutable:
         `parcels`: address of a kernel's parcel words and the value at which one is ready; `tiles`: address of the words
         that a waiting kernel looks at.
         """
-        dtype = source.dtype
-        key = (tuple(span_lengths), dtype, operation, tile)
-        bound = self._bound.get(key)
-        if bound is None:
-            code = TYPES.get(dtype, interpreter.UINT8)
-            item = dtype.itemsize
-            bound = bind(
-                self.schedule, self._group.rank, span_lengths, self.stride, item, code, OPERATIONS[operation], tile
-            )
-            self._bound[key] = bound
+        bound = self.bound(source.dtype, span_lengths, operation, tile)
         bases = self._bases
         bases[MY_INPUT], bases[MY_OUTPUT] = _address(source, self._group.rank), _address(out, self._group.rank)
         if not self.schedule.staged:
             self._set_remote(source, out)
-        interpreter.begin(bound.code, self._state)
         abort = self._group.abort_address
         began = 0.0
+        fresh = True
         while True:
             status = interpreter.run(
                 bound.code, bases, self._state, self._semaphores, bound.iterations, abort, self._spins, parcels[0],
-                parcels[1], tiles, 0, 0,
+                parcels[1], tiles, 0, 0, fresh,
             )  # fmt: skip
             if status == interpreter.DONE:
                 return
+            fresh = False
             self._group.check()
             began = began or time.monotonic()
             if time.monotonic() - began > self._group.deadline:
                 waited = f"a collective stood still for {self._group.deadline:g} s"
                 self._group.fail(self._group.why_waiting(None, waited))
                 self._group.check()
+
+    def bound(
+        self, dtype: torch.dtype, span_lengths: Sequence[int], operation: str = "sum", tile: int | None = None
+    ) -> Bound:
+        """The program for calls of this size; the latest few hundred are kept."""
+        key = (tuple(span_lengths), dtype, operation, tile)
+        found = self._bound.get(key)
+        if found is None:
+            if len(self._bound) >= _KEPT:
+                self._bound.clear()
+            found = self._bound[key] = bind(
+                self.schedule, self._group.rank, span_lengths, self.stride, dtype.itemsize,
+                TYPES.get(dtype, interpreter.UINT8), OPERATIONS[operation], tile,
+            )  # fmt: skip
+        return found
 
     def _set_remote(self, source: torch.Tensor | SymmetricBuffer, out: torch.Tensor | SymmetricBuffer) -> None:
         size = self._group.size

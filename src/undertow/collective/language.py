@@ -315,8 +315,8 @@ class Program:
     ) -> Trace:
         """Run the function once, moving nothing.
 
-        `ready`: chunk i of every input comes with parcel i of a kernel. `needed`: chunk i of every output is what tile i
-        of a kernel waits for. A program that says so itself needs neither.
+        `ready`: chunk i of every input comes with parcel i of a kernel. `needed`: tile i of a kernel waits for chunk i
+        of every output. A program that says so itself needs neither.
         """
         count = ranks if ranks is not None else self.ranks if self.ranks is not None else topology and topology.ranks
         if not count or count < 1:

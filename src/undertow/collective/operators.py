@@ -16,9 +16,11 @@ Every call is collective: all ranks of the group make it, in the same order, wit
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,8 +29,8 @@ from ..fabric.group import Group
 from ..fabric.registry import as_group
 from ..plan.plan import split
 from .algorithms import LIBRARY
-from .cpu_runtime import CpuExecutable
 from .language import Program
+from .runtime import Executable, executable
 from .selection import Choice, choose
 from .topology import Topology
 
@@ -45,7 +47,7 @@ _REDUCIBLE = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8,
 )  # fmt: skip
-_executables: weakref.WeakKeyDictionary[Fabric, dict[tuple[object, ...], CpuExecutable]] = weakref.WeakKeyDictionary()
+_executables: weakref.WeakKeyDictionary[Fabric, dict[int, Executable]] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(
@@ -235,35 +237,66 @@ def _run(
     if in_place or not out.is_contiguous():
         out = source if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     nbytes = sum(spans) * source.element_size()
-    choice = choose(collective, nbytes, in_place)
-    name = choice.program if program is None else program.name
-    shape = f"{nbytes} bytes, {str(source.dtype).removeprefix('torch.')}"
-    with on.call(collective, shape, f"{name} {op}"):
+    kind = _kind(collective, nbytes, source.dtype, in_place, op, program, root, on.device.type, on.nodes)
+    with on.call(collective, kind.shape, kind.plan):
         if nbytes:
-            run = _executable(collective, on, choice, program, in_place, root)
+            run = _executable(on, kind)
             with on.fabric.guarded_call((out,)):
                 run.run(source, out, spans, op)
     if given is not out:
         given.copy_(out)
 
 
-def _executable(
-    collective: str, on: Group, choice: Choice, program: Program | None, in_place: bool, root: int
-) -> CpuExecutable:
+class _Kind(NamedTuple):
+    """Calls that are alike: the program they run, the words for their flight records, and their executable's number."""
+
+    collective: str
+    program: Program
+    choice: Choice
+    in_place: bool
+    root: int
+    shape: str
+    plan: str
+    number: int
+
+
+_numbers: dict[tuple[object, ...], int] = {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _kind(
+    collective: str,
+    nbytes: int,
+    dtype: torch.dtype,
+    in_place: bool,
+    op: str,
+    program: Program | None,
+    root: int,
+    device: str,
+    nodes: list[int] | tuple[int, ...],
+) -> _Kind:
+    choice = choose(collective, nbytes, in_place, device, Topology(tuple(nodes)))
+    chosen = LIBRARY[choice.program] if program is None else program
+    number = _numbers.setdefault((chosen, replace(choice, up_to=0), in_place, root), len(_numbers))
+    shape = f"{nbytes} bytes, {str(dtype).removeprefix('torch.')}"
+    return _Kind(collective, chosen, choice, in_place, root, shape, f"{chosen.name} {op}", number)
+
+
+def _executable(on: Group, kind: _Kind) -> Executable:
     fabric = on.fabric
     held = _executables.setdefault(fabric, {})
-    key = (choice.program if program is None else program, choice.stride, choice.slots, choice.depth, in_place, root)
-    found = held.get(key)
+    found = held.get(kind.number)
     if found is None:
-        chosen = LIBRARY[choice.program] if program is None else program
-        if chosen.collective != collective:
-            must = f"a program for {collective}"
-            raise InvalidArgument(argument="program", was=f"{chosen.name}, for {chosen.collective}", must=must)
-        schedule = chosen.compile(
-            topology=Topology.of(on.nodes), root=root, in_place=in_place, target="staged", slots=choice.slots,
-            depth=choice.depth, workers=choice.workers, instances=choice.instances,
+        if kind.program.collective != kind.collective:
+            was, must = f"{kind.program.name}, for {kind.program.collective}", f"a program for {kind.collective}"
+            raise InvalidArgument(argument="program", was=was, must=must)
+        choice = kind.choice
+        schedule = kind.program.compile(
+            topology=Topology.of(on.nodes), root=kind.root, in_place=kind.in_place, target="staged",
+            slots=choice.slots, depth=choice.depth, workers=choice.workers, instances=choice.instances,
+            packets=choice.packets,
         )  # fmt: skip
-        found = held[key] = CpuExecutable(fabric, schedule, choice.stride)  # type: ignore[arg-type]
+        found = held[kind.number] = executable(fabric, schedule, choice.stride)
     return found
 
 

@@ -1,28 +1,31 @@
-"""Which program a collective runs, by size: tables that were measured, and the sentence that says so.
+"""Which program a collective runs, by size and place: tables that were measured.
 
-An entry holds up to `up_to` bytes (of a rank's longer buffer). The tables come from `bench/cpu_collectives.py`; its
-results, with dates and machines, are in bench/results.
+An entry holds up to `up_to` bytes (the sum of a call's spans). The CPU table comes from `bench/cpu_collectives.py`; its
+results, with dates and machines, are in bench/results. Between nodes the programs that cross the slow link least are
+taken, at any size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from ..errors import InvalidArgument
+from .topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A library program and how it is compiled."""
+    """A library program and how it is compiled; `stride` None: the runtime's own."""
 
     up_to: float
     program: str
-    stride: int = 64 << 10
+    stride: int | None = None
     slots: int = 2
     depth: int = 2
     workers: int = 1
     instances: int = 1
+    packets: bool = False
 
 
 CPU: dict[str, tuple[Choice, ...]] = {
@@ -35,18 +38,26 @@ CPU: dict[str, tuple[Choice, ...]] = {
     "gather": (Choice(inf, "gather_direct"),),
     "scatter": (Choice(inf, "scatter_direct"),),
 }
+# Every collective of a GPU runs the same program as on a CPU, on as many CTAs as hide a memory's latency.
+CUDA = {name: tuple(replace(one, instances=16) for one in table) for name, table in CPU.items()}
+NODES = {"all_reduce": "hierarchical", "all_gather": "all_gather_hierarchical", "all_to_all": "all_to_all_two_step"}
 IN_PLACE_INSTEAD = {"all_to_all_direct": "all_to_all_swap"}
 
 
-def choose(collective: str, nbytes: int, in_place: bool) -> Choice:
+def choose(collective: str, nbytes: int, in_place: bool, device: str, topology: Topology) -> Choice:
     """The entry for `nbytes`; programs that cannot work in place are replaced by their sibling that can."""
-    if collective not in CPU:
-        raise InvalidArgument(argument="collective", was=repr(collective), must=f"one of {', '.join(CPU)}")
-    for choice in CPU[collective]:
-        if nbytes <= choice.up_to:
-            break
-    if in_place and choice.program in IN_PLACE_INSTEAD:
-        from dataclasses import replace
-
-        return replace(choice, program=IN_PLACE_INSTEAD[choice.program])
+    table = CUDA if device == "cuda" else CPU
+    if collective not in table:
+        raise InvalidArgument(argument="collective", was=repr(collective), must=f"one of {', '.join(table)}")
+    choice = next(one for one in table[collective] if nbytes <= one.up_to)
+    nodes = topology.members
+    if len(nodes) > 1 and collective in NODES and len({len(one) for one in nodes}) == 1 and _in_order(topology):
+        choice = Choice(inf, NODES[collective])
+    if in_place:
+        choice = replace(choice, program=IN_PLACE_INSTEAD.get(choice.program, choice.program))
     return choice
+
+
+def _in_order(topology: Topology) -> bool:
+    """Whether ranks are numbered node by node."""
+    return list(topology.nodes) == sorted(topology.nodes)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -95,6 +96,25 @@ def _retyped(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def poison(tensor: torch.Tensor) -> None:
     """Fill with what no right result looks like: NaN, or the least integer."""
     tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+
+
+class _Guard:
+    """Poisons outputs if what it brackets fails."""
+
+    __slots__ = ("_outputs",)
+
+    def __init__(self, outputs: tuple[torch.Tensor, ...]) -> None:
+        self._outputs = outputs
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            for output in self._outputs:
+                poison(output)
 
 
 class Signals(ABC):
@@ -437,15 +457,9 @@ class Fabric(ABC):
     def computing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
         """What is computed inside uses so many SMs (on a CPU: threads) at most; None for all."""
 
-    @contextlib.contextmanager
-    def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> contextlib.AbstractContextManager[None]:
         """Bracket a call: nobody may take half a result of an aborted one for a whole."""
-        try:
-            yield
-        except BaseException:
-            for output in outputs:
-                poison(output)
-            raise
+        return _Guard(outputs)
 
     def close(self) -> None:
         """Release everything. Tensors taken from buffers stay valid."""

@@ -1,0 +1,54 @@
+"""Which runtime runs a schedule: the interpreter of the group's device, or the lanes where memory is not shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from ..fabric.base import SymmetricBuffer
+
+if TYPE_CHECKING:
+    from ..fabric.base import Fabric
+    from .schedule import Schedule
+
+
+class Executable(Protocol):
+    """One schedule on one group: semaphores or hand-offs, and a workspace, of its own."""
+
+    schedule: Schedule
+
+    def run(
+        self,
+        source: torch.Tensor | SymmetricBuffer,
+        out: torch.Tensor | SymmetricBuffer,
+        span_lengths: Sequence[int],
+        operation: str = "sum",
+    ) -> None:
+        """One call; collective."""
+
+    def close(self) -> None:
+        """Free what it holds. No rank may be in a call any more."""
+
+
+def executable(fabric: Fabric, schedule: Schedule, stride: int | None = None, lane: str = "peer") -> Executable:
+    """Make one; collective. `lane`: "peer" for the interpreter, "dma" for copy engines, "net" for messages.
+
+    A group that spans nodes has no common memory: there the lanes carry every schedule, `dma` inside a node and `net`
+    between nodes.
+    """
+    group = fabric.group
+    spans_nodes = len(group.local_ranks) != group.size
+    options = {} if stride is None else {"stride": stride}
+    if spans_nodes or lane != "peer":
+        from .lane_runtime import LaneExecutable
+
+        return LaneExecutable(fabric, schedule, lane="dma" if lane == "peer" else lane, **options)
+    if group.device.type == "cuda":
+        from .cuda_runtime import CudaExecutable
+
+        return CudaExecutable(fabric, schedule, **options)  # type: ignore[arg-type]
+    from .cpu_runtime import CpuExecutable
+
+    return CpuExecutable(fabric, schedule, **options)  # type: ignore[arg-type]
