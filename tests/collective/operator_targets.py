@@ -14,6 +14,7 @@ from undertow import collective as co
 from undertow.collective.cpu_runtime import CpuExecutable
 from undertow.collective.language import Trace
 from undertow.errors import UndertowError
+from undertow.fabric import timeline
 from undertow.fabric.atomics import add, load
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.int8)
@@ -235,3 +236,28 @@ def lost_in_a_collective() -> str:
             co.all_reduce(tensor)
     except UndertowError as error:
         return str(error)
+
+
+@co.program("all_reduce", chunks=2)
+def two_ways(c: Trace) -> None:
+    """Two halves, each with a worker of its own, that meet different ranks first."""
+    for half, start in enumerate((0, c.ranks - 1)):
+        total = c.rank(start).input[half].copy(c.rank(start).output[half], channel=half)
+        for step in range(1, c.ranks):
+            here = c.rank((start + step) % c.ranks if half == 0 else (start - step) % c.ranks)
+            own = here.input[half].copy(here.output[half], channel=half)
+            total = own.reduce(total, channel=half)
+        for other in c.others(total.rank):
+            total.copy(other, channel=half)
+
+
+def workers_apart() -> tuple[bool, list[tuple[str, int, int, int]]]:
+    """When each worker did which step: (engine, step, start, end)."""
+    group = ut.init()
+    executable = CpuExecutable(group.fabric, two_ways.compile(group.size, in_place=True))
+    tensor = data(group.rank, 400_000, torch.float32)
+    with timeline.recording() as recorder:
+        executable.run(tensor, tensor, [tensor.numel()])
+    right = tensor.equal(reduced(group.size, 400_000, torch.float32, "sum"))
+    events = recorder.timeline().events
+    return right, [(one.engine, one.details["step"], one.start_ns, one.end_ns) for one in events]

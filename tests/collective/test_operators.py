@@ -56,3 +56,17 @@ def test_the_first_parcel_has_arrived_before_the_last_is_made() -> None:
 def test_a_rank_lost_inside_a_collective() -> None:
     with pytest.raises(LaunchFailed, match="Rank 1 of 3"):
         ut.launch(targets.lost_in_a_collective, 3, device="cpu")
+
+
+def test_workers_proceed_independently() -> None:
+    """One call, one interpreter: at some moment its two workers stand at different steps, and neither waits at a common
+    barrier: each goes on while the other is behind."""
+    for right, events in ut.launch(targets.workers_apart, 3, device="cpu"):
+        assert right
+        steps = {"worker 0": -1, "worker 1": -1}
+        apart = set()
+        for engine, step, _, _ in events:
+            steps[engine] = step
+            apart.add(steps["worker 0"] - steps["worker 1"])
+        assert set(steps) == {engine for engine, *_ in events}
+        assert len(apart) > 1

@@ -15,13 +15,15 @@ import typer
 from typer.core import TyperGroup
 
 from .. import __version__, settings
-from ..errors import UndertowError
+from ..errors import UndertowError, UnusableTarget
+from . import collective
 from .demo import demo
 from .doctor import doctor
 from .profile import profile
 from .run import run
 
 REFUSED = 1
+MISUSED = 2
 INTERRUPTED = 128 + signal.SIGINT
 TERMINATED = 128 + signal.SIGTERM
 
@@ -37,6 +39,9 @@ class _Commands(TyperGroup):
         signal.signal(signal.SIGTERM, _on_terminate)
         try:
             return super().invoke(ctx)
+        except UnusableTarget as error:
+            typer.echo(str(error), err=True)
+            raise typer.Exit(MISUSED) from None
         except UndertowError as error:
             typer.echo(str(error), err=True)
             raise typer.Exit(REFUSED) from None
@@ -61,6 +66,7 @@ app = typer.Typer(
 )
 for _command in (demo, run, doctor, profile):
     app.command(context_settings={"allow_interspersed_args": _command is not run})(_command)
+app.add_typer(collective.app, name="collective")
 
 
 def _print_version(wanted: bool) -> None:

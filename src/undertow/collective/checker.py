@@ -174,7 +174,8 @@ def _refuse(
     name = schedule.chunk_name(atom)
     again = f", in iteration {iteration}" if iteration else ""
     if kind == core.WRONG:
-        _raise(schedule, -1, f"{name} does not hold what it must: {_difference(schedule, contents, order, atom)}", [])
+        reason = f"{name} does not hold what it must: {_difference(schedule, contents, order, atom)}"
+        _raise(schedule, int(row[a]) if a >= 0 else -1, reason, [a] if a >= 0 else [])
     reasons = {
         core.RACE_READ: f"{name} is read while it may still be written{again}",
         core.RACE_WRITE: f"{name} is overwritten while it may still be in use{again}",

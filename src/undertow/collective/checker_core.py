@@ -24,7 +24,7 @@ RACE_START = 4  # instruction a touches `atom` of another rank, which may not ha
 RACE_END = 5  # instruction b touches `atom` of a rank whose call may be over
 UNWRITTEN = 6  # instruction a reads `atom`, which holds nothing
 LENGTHS = 7  # instruction a adds chunks of different lengths, or says a wrong length, at `atom`
-WRONG = 8  # output `atom` does not hold what the contract says
+WRONG = 8  # output `atom`, last written by instruction a (-1: by none), does not hold what the contract says
 INPUT_CHANGED = 9  # instruction a writes to the input `atom` of a call that is not in place
 POSTS = 10  # semaphore a is posted b times instead of what the schedule says
 _NOTHING = -1
@@ -294,5 +294,5 @@ def simulate(
                 or one_hash[place] != want_one[atom]
                 or two_hash[place] != want_two[atom]
             ):
-                return WRONG, 0, 0, atom, iteration
+                return WRONG, writer[place], writer[place], atom, iteration
     return FINE, 0, 0, 0, done

@@ -53,12 +53,16 @@ SUM, MAX, MIN, AVERAGE = range(4)
 WORD = 128  # bytes between two semaphores
 BLOCK = 2048  # elements summed before they are stored: stays in the first-level cache
 STATE_ROW = 4  # instruction (-1: over), iteration, waits and pieces of it that are over
-# First words of the state: iterations and calls before this one.
-PAST_ITERATIONS, PAST_CALLS, STATE_HEADER = 0, 1, 2
+# First words of the state: iterations and calls before this one, and the address of a log (0: none).
+PAST_ITERATIONS, PAST_CALLS, LOG, STATE_HEADER = 0, 1, 2, 3
+# A log: rows it can hold, rows it holds, then rows of worker, instruction, iteration, start and end in nanoseconds.
+LOG_HEADER, LOG_ROW = 2, 5
 _SLEEPS = 250
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))
+_CLOCK_MONOTONIC = 1  # the clock of `time.perf_counter_ns`, which all processes of a node share
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,6 +257,22 @@ def _move(code, piece, bases, tile_index, past, instance, addresses):
 
 
 @_compiled
+def _now(stamp):
+    """Nanoseconds; `stamp` is room for two words."""
+    _clock_gettime(np.int32(_CLOCK_MONOTONIC), as_pointer(stamp.ctypes.data))
+    return stamp[0] * 1_000_000_000 + stamp[1]
+
+
+@_compiled
+def _write_log(address, one, instruction, iteration, start, end):
+    log = carray(as_pointer(address), (LOG_HEADER,), np.int64)
+    if log[1] < log[0]:
+        row = carray(as_pointer(address + 8 * (LOG_HEADER + log[1] * LOG_ROW)), (LOG_ROW,), np.int64)
+        row[0], row[1], row[2], row[3], row[4] = one, instruction, iteration, start, end
+        log[1] += 1
+
+
+@_compiled
 def begin(code, state):
     """Stand every worker at its first instruction."""
     instances = code[INSTANCES]
@@ -282,6 +302,7 @@ def run(
     addresses = np.empty(256, np.int64)
     own = semaphores[len(semaphores) - 1]
     idle = 0
+    stamp, started = np.empty(2, np.int64), np.int64(0)
     if fresh:
         begin(code, state)
     while True:
@@ -316,6 +337,8 @@ def run(
                     seen = load_acquire(np.uintp(parcels + code[row + 1] * WORD))
                     if np.int32(seen) < np.int32(parcel_target):
                         blocked = True
+                if not blocked and state[LOG]:
+                    started = _now(stamp)
                 if not blocked and kind == MOVE:
                     for piece in range(code[row + 4] + state[at + 3], code[row + 5]):
                         place = code[PIECES] + piece * PIECE_ROW
@@ -336,6 +359,8 @@ def run(
                     word = semaphores[code[entry]] + (code[entry + 1] * instances + instance) * WORD
                     add_release(np.uintp(word), np.int32(1))
                 state[at + 2] = state[at + 3] = 0
+                if state[LOG]:
+                    _write_log(state[LOG], one, state[at], iteration, started, _now(stamp))
                 following = state[at] + 1
                 if kind == END:
                     following = -1

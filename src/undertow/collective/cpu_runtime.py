@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
+from ..fabric import timeline
 from ..fabric.base import SymmetricBuffer
 from . import cpu_interpreter as interpreter
 from .bind import FIRST_WORKSPACE, MY_INPUT, MY_OUTPUT, Bound, bind, most_semaphores, workspace_bytes
@@ -27,6 +29,7 @@ TYPES = {
 }  # fmt: skip
 OPERATIONS = {"sum": interpreter.SUM, "max": interpreter.MAX, "min": interpreter.MIN, "avg": interpreter.SUM}
 _SPINS_ALONE, _SPINS_CROWDED = 3000, 30
+_LOGGED = 65536  # instructions of a call in a timeline
 _KEPT = 512  # bound programs: sizes may differ from call to call
 
 
@@ -81,6 +84,8 @@ class CpuExecutable:
         bases[MY_INPUT], bases[MY_OUTPUT] = _address(source, self._group.rank), _address(out, self._group.rank)
         if not self.schedule.staged:
             self._set_remote(source, out)
+        recorder = timeline.current()
+        log = self._begin_log(bound) if recorder is not None else None
         abort = self._group.abort_address
         began = 0.0
         fresh = True
@@ -90,7 +95,7 @@ class CpuExecutable:
                 parcels[1], tiles, 0, 0, fresh,
             )  # fmt: skip
             if status == interpreter.DONE:
-                return
+                break
             fresh = False
             self._group.check()
             began = began or time.monotonic()
@@ -98,6 +103,33 @@ class CpuExecutable:
                 waited = f"a collective stood still for {self._group.deadline:g} s"
                 self._group.fail(self._group.why_waiting(None, waited))
                 self._group.check()
+        if recorder is not None and log is not None:
+            self._end_log(recorder, log)
+
+    def _begin_log(self, bound: Bound) -> NDArray[np.int64]:
+        """Room for every instruction of a call; long calls leave their tail out."""
+        rows = min(_LOGGED, len(bound.code) * bound.iterations)
+        log = np.zeros(interpreter.LOG_HEADER + rows * interpreter.LOG_ROW, np.int64)
+        log[0] = rows
+        self._state[interpreter.LOG] = log.ctypes.data
+        return log
+
+    def _end_log(self, recorder: timeline.Recorder, log: NDArray[np.int64]) -> None:
+        """What each worker did when, as rows of the timeline: they proceed independently, and here it shows."""
+        self._state[interpreter.LOG] = 0
+        mine = self.schedule.workers_of(self._group.rank)
+        first = [int(self.schedule.worker_start[worker]) for worker in mine]
+        sizes = [int(self.schedule.worker_start[worker + 1]) - begin for worker, begin in zip(mine, first, strict=True)]
+        before = [sum(sizes[:place]) for place in range(len(sizes))]
+        rows = log[interpreter.LOG_HEADER :].reshape(-1, interpreter.LOG_ROW)[: log[1]]
+        for place, instruction, iteration, start, end in rows.tolist():
+            worker, instance = divmod(place, self.schedule.instances)
+            number = first[worker] + instruction - before[worker]
+            engine = f"worker {worker}" + (f".{instance}" if self.schedule.instances > 1 else "")
+            details = {"instruction": self.schedule.describe(number), "step": number - first[worker], "tile": iteration}
+            recorder.add(
+                timeline.Event(self.schedule.name, self._group.rank, engine, start, end - start, "peer", details)
+            )
 
     def bound(
         self, dtype: torch.dtype, span_lengths: Sequence[int], operation: str = "sum", tile: int | None = None

@@ -10,8 +10,8 @@
     flush
 
 Memory ordering is the lanes': a message's bytes are released by its sender's deliver and acquired by `receive`, the
-reading of them is released by `free` and acquired by the sender's next claim of that slot. The schedule's own semaphores
-are not used. A slot guards one place, and places do not depend on the size of a call, so a rank may be a call ahead.
+reading of them is released by `free` and acquired by the sender's next claim of that slot. These replace the schedule's
+semaphores. A slot guards one place, and places do not depend on the size of a call, so a rank may be a call ahead.
 
 On the CPU each step is done when it returns. On CUDA each is enqueued on the current stream, the host waits for nothing
 (except for lane `net`, which cannot be captured), and nothing is counted from call to call: calls can be captured. A
@@ -24,28 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
 from ..errors import InvalidArgument
 from ..fabric.base import Handoffs, SymmetricBuffer
 from ..fabric.net import NetLane
 from . import lane_plan as plan
-from .bind import (
-    FIRST_WORKSPACE,
-    INSTRUCTION_ROW,
-    INSTRUCTIONS,
-    MY_INPUT,
-    MY_OUTPUT,
-    OPERAND_ROW,
-    OPERANDS,
-    PIECE_ROW,
-    PIECES,
-    SCRATCH,
-    bind,
-    waits_for_kernels,
-    workspace_bytes,
-)
+from .bind import FIRST_WORKSPACE, SCRATCH, bind, waits_for_kernels, workspace_bytes
+from .lane_plan import Operand, Rows
 from .lane_sum import CTAS, OPERATIONS, Sum
 
 if TYPE_CHECKING:
@@ -54,8 +40,7 @@ if TYPE_CHECKING:
 
 STRIDE = 1 << 20  # bytes of a message: transfers cost tens of microseconds to begin
 _MOST = 8 << 20  # what the staged dma lane holds of a message before its receiver comes
-_WORKSPACE, _SPARE = FIRST_WORKSPACE, FIRST_WORKSPACE + 1  # bases, after MY_INPUT and MY_OUTPUT
-Operand = tuple[int, int]  # base, offset in elements
+_WORKSPACE, _SPARE = FIRST_WORKSPACE, FIRST_WORKSPACE + 1  # bases, after source and out
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +56,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A message to me; to `free` a message that is empty in this call is nothing."""
+    """A message to me."""
 
     lane: int
     peer: int
@@ -89,6 +74,7 @@ class _Bound:
     tile: int
     copy: int  # of the workspace: there are `depth` of them
     needs: tuple[int, int]  # elements of source and out
+    parts: frozenset[int]  # how many are summed
 
 
 class LaneExecutable:
@@ -107,6 +93,8 @@ class LaneExecutable:
             raise InvalidArgument(argument="schedule", was=was, must=must)
         if not schedule.staged:
             raise InvalidArgument(argument="schedule", was="for target direct", must="compiled for target staged")
+        if schedule.packets:
+            raise InvalidArgument(argument="schedule", was="one of packets", must="compiled without: lanes signal")
         if waits_for_kernels(schedule):
             raise InvalidArgument(argument="schedule", was="tied to kernels", must="without ready and needed tiles")
         if not 16 <= stride <= _MOST:
@@ -117,6 +105,7 @@ class LaneExecutable:
         near = _Near(fabric, lane)
         self._walk = plan.walk(schedule, group.rank, group.nodes, near.holds)
         self._lanes: list[Lane | None] = [None, None]
+        self._sent = [False, False]  # by lane: whether there is anything to flush
         if plan.NEAR in self._walk.lanes:
             self._lanes[plan.NEAR] = near.open(self._walk.slots)
         if plan.FAR in self._walk.lanes:
@@ -159,17 +148,15 @@ class LaneExecutable:
             if tensor.numel() < needed or tensor.dtype != dtype:
                 was, must = f"{tensor.numel()} {tensor.dtype}", f"{needed} {dtype}"
                 raise InvalidArgument(argument=name, was=was, must=must)
-        sizes = {len(piece.sources) for kind, found in bound.steps if kind == plan.RUN for piece in found}
-        self._sum.warm_up(dtype, sizes, operation)
+        self._sum.warm_up(dtype, bound.parts, operation)
         space = self._space(dtype)
         spare = self._spare.view(dtype)
         local = given["source"] if space is None else space.local
         bases = (given["source"], given["out"], local, spare)
         for iteration in range(bound.iterations):
             self._iterate(bound, iteration, bases, space, operation)
-        for lane in self._lanes:
-            if lane is not None:
-                lane.flush()
+        self._flush(plan.NEAR)
+        self._flush(plan.FAR)
 
     def close(self) -> None:
         """Free the hand-offs and the workspace. No rank may be in a call any more."""
@@ -205,9 +192,8 @@ class LaneExecutable:
                         self._move(piece, count, bases, shifts, space, operation, parity)
                 continue
             if kind >= plan.FLUSH:
-                lane = self._lanes[found]
-                if lane is not None and (kind == plan.FLUSH or iteration >= depth):
-                    lane.flush()
+                if kind == plan.FLUSH or iteration >= depth:
+                    self._flush(found)
                 continue
             count = min(bound.tile, found.elements - first)
             if count <= 0:
@@ -247,6 +233,14 @@ class LaneExecutable:
             assert carrier is not None
             assert space is not None
             carrier.send(peer, view(piece.value), space, offset + shifts[_WORKSPACE], slot + parity)
+            self._sent[lane] = True
+
+    def _flush(self, number: int) -> None:
+        """Only after a send: in a capture, a stream that carried nothing is not part of it and cannot be waited for."""
+        lane = self._lanes[number]
+        if lane is not None and self._sent[number]:
+            self._sent[number] = False
+            lane.flush()
 
     def _space(self, dtype: torch.dtype) -> SymmetricBuffer | None:
         """The workspace as elements of `dtype`."""
@@ -254,12 +248,12 @@ class LaneExecutable:
             self._typed[dtype] = None if self._workspace is None else self._workspace.as_type(dtype)
         return self._typed[dtype]
 
-    # -- the walk, for one size ------------------------------------------------------------------------------------------
+    # -- the walk, for one size ----------------------------------------------------------------------------------------
 
     def _bind(self, span_lengths: Sequence[int], item_size: int) -> _Bound:
         schedule, rank = self.schedule, self._group.rank
         bound = bind(schedule, rank, span_lengths, self.stride, item_size, 0, 0)
-        rows = _Rows(bound.code, rank, self.stride // item_size)
+        rows = Rows(bound.code, rank, self.stride // item_size)
         numbers = (
             at
             for worker in schedule.workers_of(rank)
@@ -280,14 +274,20 @@ class LaneExecutable:
                 elements = lengths.get((one.first_read, one.place), 0)
                 lane = self._lane_to(one.sender)
                 steps.append((kind, _Transfer(lane, one.sender, one.place * rows.room, elements, one.slot)))
-        contract, classes = schedule.contract, schedule.contract.class_lengths(span_lengths)
+        contract, unit = schedule.contract, max(1, 16 // item_size)  # as `bind` cuts
+        classes = contract.class_lengths(span_lengths, unit)
         items = contract.item_class[contract.first_item[rank] : contract.first_item[rank + 1]]
         outputs = contract.output_class[contract.first_output[rank] : contract.first_output[rank + 1]]
         needs = int(classes[items].sum()), int(classes[outputs].sum())
-        return _Bound(steps, bound.iterations, bound.tile, int(bound.code[SCRATCH]), needs)
+        pieces = [piece for kind, found in steps if kind == plan.RUN for piece in found]
+        parts = frozenset(len(piece.sources) for piece in pieces)
+        tile = bound.tile
+        if bound.iterations == 1:  # chunks that lie side by side everywhere are one piece then
+            tile = max([tile, *(piece.elements for piece in pieces)])
+        return _Bound(steps, bound.iterations, tile, int(bound.code[SCRATCH]), needs, parts)
 
-    def _pieces(self, rows: _Rows, row: int, at: int) -> list[_Piece]:
-        pieces = []
+    def _pieces(self, rows: Rows, row: int, at: int) -> list[_Piece]:
+        pieces: list[_Piece] = []
         spare = self._walk.spare_of.get(at)
         for elements, sources, stores, remote in rows.pieces(row):
             if spare is not None:
@@ -302,48 +302,6 @@ class LaneExecutable:
 
     def _lane_to(self, peer: int) -> int:
         return plan.NEAR if self._near.holds != plan.MEETING and self._group.is_local(peer) else plan.FAR
-
-
-class _Rows:
-    """Reads the tables of a bound program."""
-
-    def __init__(self, code: np.ndarray[Any, np.dtype[np.int64]], rank: int, room: int) -> None:
-        self._code: list[int] = code.tolist()
-        self._mine = FIRST_WORKSPACE + rank
-        self.room = room
-
-    def pieces(
-        self, row: int
-    ) -> list[tuple[int, tuple[Operand, ...], tuple[Operand, ...], tuple[tuple[int, int], ...]]]:
-        """(elements, sources, local stores, remote places as (rank, place)) of each chunk of an instruction."""
-        code = self._code
-        at = code[INSTRUCTIONS] + row * INSTRUCTION_ROW
-        found = []
-        for piece in range(code[at + 4], code[at + 5]):
-            place = code[PIECES] + piece * PIECE_ROW
-            elements, first, middle, _, last = code[place : place + PIECE_ROW]
-            operands = [
-                (code[entry], code[entry + 1])
-                for entry in range(
-                    code[OPERANDS] + first * OPERAND_ROW, code[OPERANDS] + last * OPERAND_ROW, OPERAND_ROW
-                )
-            ]
-            known = [(_WORKSPACE if base == self._mine else base, offset) for base, offset in operands]
-            reach = (MY_INPUT, MY_OUTPUT, self._mine)
-            local = [one for one, (base, _) in zip(known, operands, strict=True) if base in reach]
-            remote = [(base - FIRST_WORKSPACE, offset // self.room) for base, offset in operands if base not in reach]
-            sources = middle - first  # all local
-            found.append((elements, tuple(local[:sources]), tuple(local[sources:]), tuple(remote)))
-        return found
-
-    def places_read(self, row: int) -> dict[int, int]:
-        """Elements of each place of my workspace that an instruction reads."""
-        return {
-            offset // self.room: elements
-            for elements, sources, _, _ in self.pieces(row)
-            for base, offset in sources
-            if base == _WORKSPACE
-        }
 
 
 class _Near:

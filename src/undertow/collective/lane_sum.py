@@ -1,12 +1,12 @@
 """out = the sum (or maximum, minimum) of some tensors that lie anywhere: the arithmetic between two messages.
 
-In the order of the parts, 16-bit numbers in fp32 and rounded once, on both devices. On CUDA sums are made by a grid of a
-few CTAs, so that they take little from whoever computes; maxima and minima, and types that the kernel does not know, by
-torch.
+In the order of the parts, 16-bit numbers in fp32 and rounded once, on both devices. On CUDA a few CTAs make the sums,
+so that they take little from whoever computes; maxima and minima, and types that the kernel does not know, by torch.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -56,20 +56,21 @@ class Sum:
         """Load what sums of so many parts need: a kernel loaded behind a stream that waits for a message would hang."""
         if not self._on_device or torch.cuda.is_current_stream_capturing():
             return
-        for parts in sizes:
-            key = (dtype, parts, operation)
-            if key not in self._warm:
-                self._warm.add(key)
-                room = torch.zeros((parts + 1) * 32, dtype=dtype, device=self._device)
-                for shift, step in ((0, 32), (1, 32), (1, 31)):  # aligned or not, equally far apart or not
-                    views = [room[one * step + shift * (one > 0) :][:16] for one in range(parts + 1)]
-                    self(views[0], views[1:], operation)
-                    self(views[-1], views[1:], operation)
+        for count in sizes:
+            key = (dtype, count, operation)
+            if count == 1 or key in self._warm:
+                continue
+            self._warm.add(key)
+            room = torch.zeros(32 * (count + 1) * (count + 2), dtype=dtype, device=self._device)
+            for power, shift in itertools.product((1, 2), (0, 1)):  # equally far apart or not, aligned or not
+                parts = [room[32 * (one + 1) ** power + shift :][:16] for one in range(count)]
+                self(room[:16], parts, operation)
+                self(parts[-1], parts, operation)
 
     def _by_kernel(self, out: torch.Tensor, parts: list[torch.Tensor]) -> bool:
         """All at once where parts lie equally far apart, as any two do; else two by two, where that rounds nothing."""
         addresses = [one.data_ptr() for one in parts]
-        if len({after - before for before, after in zip(addresses, addresses[1:], strict=False)}) == 1:
+        if len({after - before for before, after in itertools.pairwise(addresses)}) == 1:
             self._launch(out, parts)
             return True
         if out.dtype in _HALVES or out.data_ptr() in addresses[2:]:
@@ -80,7 +81,7 @@ class Sum:
         return True
 
     def _launch(self, out: torch.Tensor, parts: list[torch.Tensor]) -> None:
-        """`kernels.move.sum_parts` for parts of several tensors: the distance between them is a number like any other."""
+        """As `move.sum_parts`, for parts of several tensors: the distance between those is a number like any other."""
         from ..kernels import move
 
         size = out.element_size()

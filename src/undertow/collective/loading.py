@@ -61,6 +61,11 @@ def trace(program: Program, ranks: int, topology: Topology | None = None, root: 
         raise UnusableTarget(target=program.name, reason=_last_line(error, path)) from error
 
 
+def meaning(program: Program) -> str:
+    """The built-in collective that the program is one of; empty where its contract is its own."""
+    return program._collective if isinstance(program._collective, str) else ""
+
+
 def _unknown(target: str) -> str:
     if target in BUILT_IN:
         programs = ", ".join(one.name for one in LIBRARY.values() if one.collective == target)

@@ -4,10 +4,15 @@ Collectives go to that backend as they are. Single messages need no peer pointer
 posts the matching receive, a slot is a tag, and messages of one tag arrive in order. They go over a Gloo group of the
 lane's own, between GPUs through host memory: NCCL's sends block their stream until the other side receives, and two
 ranks that both send first would wait for each other for ever. There the host waits too, so it cannot be captured.
+
+Gloo moves the bytes of a message once both sides have named it, and `flush` waits for that. Ranks that flush before
+they receive say with `expect` what they are going to receive.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 import threading
 from typing import TYPE_CHECKING
 
@@ -22,6 +27,8 @@ from .works import InThread
 if TYPE_CHECKING:
     from .group import Group
 
+_FIRST_PART = 1 << 16  # tags below are the slots of the lane itself
+
 
 class NetLane(Lane):
     """torch.distributed point-to-point and collectives."""
@@ -34,25 +41,41 @@ class NetLane(Lane):
         self._on_device = group.device.type == "cuda"
         self._wire = group.gloo("lane net")  # of its own: a tag of the user's must never meet one of ours
         self._pending: list[tuple[dist.Work, torch.Tensor]] = []
+        self._expected: dict[tuple[int, int], tuple[dist.Work, torch.Tensor]] = {}
+        self._first_tag = 0
+        self._next_part = itertools.count(_FIRST_PART, _FIRST_PART)
         if self._on_device:
             group.on_abort(self._abort)
 
     def describe(self) -> str:
         return f"torch.distributed ({dist.get_backend(self._process_group)})"
 
+    def part(self) -> NetLane:
+        """A lane over the same wire with slots and a `flush` of its own. All ranks ask for their parts in one order."""
+        made = copy.copy(self)
+        made._pending, made._expected, made._first_tag = [], {}, next(self._next_part)
+        return made
+
     def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
         self._check(peer)
         host = source.cpu() if self._on_device else source
         with self._group.connected("send"):
-            self._pending.append((self._wire.send([_bytes(host)], peer, slot), host))
+            self._pending.append((self._wire.send([_bytes(host)], peer, self._first_tag + slot), host))
+
+    def expect(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> None:
+        """Let what `peer` sends to `slot` come in from now on; `receive` then waits for it. One message a slot."""
+        self._check(peer)
+        host = torch.empty(count, dtype=buffer.dtype) if self._on_device else self._view(buffer, start, count)
+        with self._group.connected("receive"):
+            work = self._wire.recv([_bytes(host)], peer, self._first_tag + slot)
+        self._expected[peer, slot] = work, host
 
     def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
-        self._check(peer)
-        view = buffer.local.view(-1)[start : start + count]
-        host = torch.empty(count, dtype=view.dtype) if self._on_device else view
-        with self._group.connected("receive"):
-            work = self._wire.recv([_bytes(host)], peer, slot)
+        if (peer, slot) not in self._expected:
+            self.expect(peer, buffer, start, count, slot)
+        work, host = self._expected.pop((peer, slot))
         self._finish(work, "receive")
+        view = self._view(buffer, start, count)
         if self._on_device:
             view.copy_(host)
         return view
@@ -74,6 +97,10 @@ class NetLane(Lane):
                 work.wait()  # orders the current stream after it; the host goes on
             else:
                 self._group.complete(lambda: work, "all_reduce")
+
+    @staticmethod
+    def _view(buffer: SymmetricBuffer, start: int, count: int) -> torch.Tensor:
+        return buffer.local.view(-1)[start : start + count]
 
     def _check(self, peer: int) -> None:
         if not 0 <= peer < self._group.size or peer == self._group.rank:
