@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..fabric.cpu import CpuFabric
     from .schedule import Schedule
 
-STRIDE = 64 << 10  # bytes of a staged chunk: sender's and receiver's copy stay in the second-level cache
+STRIDE = 128 << 10  # bytes of a staged chunk: what a few ranks stage stays in the second-level caches
 TYPES = {
     torch.float32: interpreter.FLOAT32, torch.float64: interpreter.FLOAT64, torch.float16: interpreter.FLOAT16,
     torch.bfloat16: interpreter.BFLOAT16, torch.int32: interpreter.INT32, torch.int64: interpreter.INT64,

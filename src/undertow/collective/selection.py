@@ -1,8 +1,8 @@
 """Which program a collective runs, by size and place: tables that were measured.
 
-An entry holds up to `up_to` bytes (the sum of a call's spans). The CPU table comes from `bench/cpu_collectives.py`; its
-results, with dates and machines, are in bench/results. Between nodes the programs that cross the slow link least are
-taken, at any size.
+An entry holds up to `up_to` bytes (the sum of a call's spans) and `ranks` ranks. The CPU table comes from
+`bench/cpu_collectives.py`; its results, with dates and machines, are in bench/results. Between nodes the programs that
+cross the slow link least are taken, at any size.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Choice:
 
     up_to: float
     program: str
+    ranks: float = inf
     stride: int | None = None
     slots: int = 2
     depth: int = 2
@@ -28,18 +29,24 @@ class Choice:
     packets: bool = False
 
 
-CPU: dict[str, tuple[Choice, ...]] = {
-    "all_reduce": (Choice(inf, "two_shot"),),
-    "all_gather": (Choice(inf, "all_gather_direct"),),
-    "reduce_scatter": (Choice(inf, "reduce_scatter_direct"),),
-    "all_to_all": (Choice(inf, "all_to_all_direct"),),
-    "broadcast": (Choice(inf, "broadcast_direct"),),
-    "reduce": (Choice(inf, "reduce_direct"),),
-    "gather": (Choice(inf, "gather_direct"),),
-    "scatter": (Choice(inf, "scatter_direct"),),
+_PROGRAMS = {
+    "all_reduce": "two_shot",
+    "all_gather": "all_gather_direct",
+    "reduce_scatter": "reduce_scatter_direct",
+    "all_to_all": "all_to_all_direct",
+    "broadcast": "broadcast_direct",
+    "reduce": "reduce_direct",
+    "gather": "gather_direct",
+    "scatter": "scatter_direct",
 }
-# Every collective of a GPU runs the same program as on a CPU, on as many CTAs as hide a memory's latency.
-CUDA = {name: tuple(replace(one, instances=16) for one in table) for name, table in CPU.items()}
+# One program won at every size on two and four ranks; what differs is the staged tile: with a core each, larger ones
+# pay (fewer meetings, and lines that have left the other core's cache); with more ranks than cores, all of them must fit.
+CPU: dict[str, tuple[Choice, ...]] = {
+    name: (Choice(inf, program, ranks=2, stride=256 << 10), Choice(inf, program, stride=128 << 10))
+    for name, program in _PROGRAMS.items()
+}
+# On a GPU the same programs run on as many CTAs as hide a memory's latency; not measured yet.
+CUDA = {name: (Choice(inf, program, instances=16),) for name, program in _PROGRAMS.items()}
 NODES = {"all_reduce": "hierarchical", "all_gather": "all_gather_hierarchical", "all_to_all": "all_to_all_two_step"}
 IN_PLACE_INSTEAD = {"all_to_all_direct": "all_to_all_swap"}
 
@@ -49,7 +56,7 @@ def choose(collective: str, nbytes: int, in_place: bool, device: str, topology: 
     table = CUDA if device == "cuda" else CPU
     if collective not in table:
         raise InvalidArgument(argument="collective", was=repr(collective), must=f"one of {', '.join(table)}")
-    choice = next(one for one in table[collective] if nbytes <= one.up_to)
+    choice = next(one for one in table[collective] if nbytes <= one.up_to and topology.ranks <= one.ranks)
     nodes = topology.members
     if len(nodes) > 1 and collective in NODES and len({len(one) for one in nodes}) == 1 and _in_order(topology):
         choice = Choice(inf, NODES[collective])
