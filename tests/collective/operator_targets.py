@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -228,8 +229,6 @@ def lost_in_a_collective() -> str:
     tensor = torch.ones(1000)
     co.all_reduce(tensor)
     if group.rank == 1:
-        import os
-
         os.kill(os.getpid(), 9)
     try:
         while True:
@@ -261,3 +260,10 @@ def workers_apart() -> tuple[bool, list[tuple[str, int, int, int]]]:
     right = tensor.equal(reduced(group.size, 400_000, torch.float32, "sum"))
     events = recorder.timeline().events
     return right, [(one.engine, one.details["step"], one.start_ns, one.end_ns) for one in events]
+
+
+def across_named_nodes() -> tuple[list[int], list[str], list[str]]:
+    """Ranks told to stand on two nodes share no memory: the same calls then go by messages."""
+    os.environ["UNDERTOW_NODE"] = f"node {int(os.environ['RANK']) // 2}"
+    group = ut.init()
+    return list(group.nodes), all_reduces(), the_others()

@@ -70,3 +70,9 @@ def test_workers_proceed_independently() -> None:
             apart.add(steps["worker 0"] - steps["worker 1"])
         assert set(steps) == {engine for engine, *_ in events}
         assert len(apart) > 1
+
+
+def test_the_same_calls_across_nodes() -> None:
+    for nodes, reduced, others in ut.launch(targets.across_named_nodes, 4, device="cpu"):
+        assert nodes == [0, 0, 1, 1]
+        assert (reduced, others) == ([], [])

@@ -39,8 +39,8 @@ _PROGRAMS = {
     "gather": "gather_direct",
     "scatter": "scatter_direct",
 }
-# One program won at every size on two and four ranks; what differs is the staged tile: with a core each, larger ones
-# pay (fewer meetings, and lines that have left the other core's cache); with more ranks than cores, all of them must fit.
+# One program won at every size on two and four ranks. What differs is the staged tile: with a core each, larger ones
+# pay (fewer meetings, and lines that have left the other core's cache); with more ranks than cores, all must fit.
 CPU: dict[str, tuple[Choice, ...]] = {
     name: (Choice(inf, program, ranks=2, stride=256 << 10), Choice(inf, program, stride=128 << 10))
     for name, program in _PROGRAMS.items()
