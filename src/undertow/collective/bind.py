@@ -87,6 +87,7 @@ def bind(
     """
     unit = max(1, 16 // item_size)  # chunks begin on 16 bytes where they can
     length = schedule.contract.class_lengths(span_lengths, unit)
+    _check_places(schedule, length)
     longest = max(1, int(length.max(initial=0)))
     room = stride // item_size
     wanted = longest if tile is None and not schedule.loops else (stride if tile is None else tile) // item_size
@@ -126,7 +127,9 @@ def bind(
                     continue
                 posts.append((int(schedule.worker_rank[schedule.semaphore_waiter[semaphore]]), int(words[semaphore])))
             if one.kind[at] == MOVE:
-                _add_pieces(schedule, at, length, offsets, iterations == 1, pieces, operands)
+                # Instances cut pieces into parts: whoever else touches one of the chunks must cut it alike.
+                merges = iterations == 1 and schedule.instances == 1
+                _add_pieces(schedule, at, length, offsets, merges, pieces, operands)
             instructions.append(
                 (int(one.kind[at]), int(one.number[at]), wait_from, len(waits), piece_from, len(pieces), post_from,
                  len(posts))
@@ -155,6 +158,17 @@ def _table(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int64]:
     return np.array(rows, np.int64).reshape(-1, width).ravel()
 
 
+def _check_places(schedule: Schedule, length: NDArray[np.int64]) -> None:
+    """Refuse, on all ranks alike, lengths with which a chunk would not fit where this program puts it."""
+    for home, content in schedule.misplaced:
+        # In place, input and output are cut into chunks at the same places, so there lengths must be equal.
+        fits = length[home] == length[content] if schedule.in_place else length[home] >= length[content]
+        if not fits:
+            was = f"such that {schedule.name} puts a chunk of {length[content]} elements where {length[home]} stand"
+            must = f"equal spans, each a multiple of {schedule.contract.factor} chunks of equal length"
+            raise InvalidArgument(argument="span_lengths", was=was, must=must)
+
+
 class _Offsets:
     """Where each atom lies, as (base, element offset, scratch or not)."""
 
@@ -163,12 +177,10 @@ class _Offsets:
         contract = schedule.contract
         self._user: dict[tuple[int, int], NDArray[np.int64]] = {}
         ranks = range(contract.ranks) if not schedule.staged else (rank,)
-        self._capacity: dict[tuple[int, int], NDArray[np.int64]] = {}
         for other in ranks:
             items = contract.item_class[contract.first_item[other] : contract.first_item[other + 1]]
             outputs = contract.output_class[contract.first_output[other] : contract.first_output[other + 1]]
             for buffer, classes in ((INPUT, items), (OUTPUT, outputs)):
-                self._capacity[other, buffer] = length[classes]
                 self._user[other, buffer] = np.concatenate([[0], np.cumsum(length[classes])])
         scratch = schedule.atoms[:, 2:]
         self._scratch_first = np.zeros_like(scratch)
@@ -181,16 +193,10 @@ class _Offsets:
         other, buffer = int(schedule.atom_rank[atom]), int(schedule.atom_buffer[atom])
         if atom < schedule.user_atoms:
             index = atom - int(schedule.first_atom[other, buffer])
-            begins, holds = self._user[other, buffer], self._capacity[other, buffer]
+            begins = self._user[other, buffer]
             base = buffer if other == self._rank else FIRST_WORKSPACE + schedule.ranks * (1 + buffer) + other
             found = []
             for part in range(count):
-                if length[part] > holds[index + part]:
-                    was = (
-                        f"{self._schedule.name} puts a chunk of {length[part]} elements where {holds[index + part]} fit"
-                    )
-                    must = f"a multiple of {schedule.contract.factor} in every span for this program"
-                    raise InvalidArgument(argument="length", was=f"such that {was}", must=must)
                 follows = part + 1 < count and begins[index + part] + length[part] == begins[index + part + 1]
                 found.append((base, int(begins[index + part]), 0, int(follows)))
             return found
@@ -205,11 +211,14 @@ def _add_pieces(
     at: int,
     class_length: NDArray[np.int64],
     offsets: _Offsets,
-    single: bool,
+    merges: bool,
     pieces: list[tuple[int, ...]],
     operands: list[tuple[int, ...]],
 ) -> None:
-    """One piece a chunk; neighbours that lie side by side everywhere become one, if a single iteration covers them."""
+    """One piece a chunk; neighbours that lie side by side everywhere become one, if the whole call `merges`.
+
+    Empty pieces are left out, but not with packets: their flags are what others wait for.
+    """
     one = schedule.instructions
     count = int(one.count[at])
     length = class_length[one.class_of[one.class_start[at] : one.class_start[at] + count]]
@@ -224,10 +233,10 @@ def _add_pieces(
     while part < count:
         elements = int(length[part])
         last = part
-        while single and last + 1 < count and all(one_of[last][3] for one_of in (*sources, *stores)):
+        while merges and last + 1 < count and all(one_of[last][3] for one_of in (*sources, *stores)):
             last += 1
             elements += int(length[last])
-        if elements:
+        if elements or schedule.packets:
             first = len(operands)
             operands.extend(one_of[part][:3] for one_of in sources)
             middle = len(operands)

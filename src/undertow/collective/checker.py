@@ -37,7 +37,7 @@ def check(schedule: Schedule) -> Report:
     """Raise `ProgramRefused` with place, reason and a trace of at most five steps, or say what was looked at."""
     _check_bounds(schedule)
     iterations = schedule.depth + 1 if schedule.loops else 1
-    order = np.empty(len(schedule.instructions) * iterations, np.int32)
+    order = np.full(len(schedule.instructions) * iterations, -1, np.int32)
     contents = _Contents(schedule)
     verdict = _simulate(schedule, iterations, contents, order)
     if verdict[0] != core.FINE:
@@ -124,6 +124,11 @@ def _check_bounds(schedule: Schedule) -> None:
     one = schedule.instructions
     worker = np.repeat(np.arange(len(schedule.worker_rank)), np.diff(schedule.worker_start))
     rank = schedule.worker_rank[worker]
+    _check_semaphores(schedule, worker)
+    shifted = int(core.overlapping(one.count, one.source_start, one.source_atom, one.store_start, one.store_atom))
+    if shifted >= 0:
+        reason = "an instruction writes a range that overlaps another of its ranges without being equal to it"
+        _raise(schedule, int(one.row[shifted]), reason, [shifted])
     atoms = len(schedule.atom_rank)
     for start, atom, rows, stores in (
         (one.source_start, one.source_atom, one.source_row, False),
@@ -147,6 +152,30 @@ def _check_bounds(schedule: Schedule) -> None:
                 at = int(np.flatnonzero(bad)[0])
                 reason = f"rank {rank[owner[at]]} cannot reach {schedule.chunk_name(int(atom[at]))}"
                 _raise(schedule, int(rows[at]), reason, [int(owner[at])])
+
+
+def _row_of_store(schedule: Schedule, instruction: int, atom: int) -> int:
+    """The operation behind the store of `instruction` that covers `atom`."""
+    one = schedule.instructions
+    for entry in range(one.store_start[instruction], one.store_start[instruction + 1]):
+        if one.store_atom[entry] <= atom < one.store_atom[entry] + one.count[instruction]:
+            return int(one.store_row[entry])
+    return int(one.row[instruction])
+
+
+def _check_semaphores(schedule: Schedule, worker: NDArray[np.int64]) -> None:
+    """Every semaphore is posted by one worker and waited for by one: counts mean nothing otherwise."""
+    one = schedule.instructions
+    for start, semaphore, owner, verb in (
+        (one.wait_start, one.wait_semaphore, schedule.semaphore_waiter, "waits for"),
+        (one.post_start, one.post_semaphore, schedule.semaphore_poster, "posts"),
+    ):
+        at = np.repeat(np.arange(len(one)), np.diff(start))
+        wrong = np.flatnonzero(owner[semaphore] != worker[at])
+        if len(wrong):
+            found = int(at[wrong[0]])
+            reason = f"rank {schedule.worker_rank[worker[found]]} {verb} a semaphore of another worker"
+            _raise(schedule, int(one.row[found]), reason, [found])
 
 
 def _raise(schedule: Schedule, row: int, reason: str, steps: list[int]) -> None:
@@ -175,7 +204,7 @@ def _refuse(
     again = f", in iteration {iteration}" if iteration else ""
     if kind == core.WRONG:
         reason = f"{name} does not hold what it must: {_difference(schedule, contents, order, atom)}"
-        _raise(schedule, int(row[a]) if a >= 0 else -1, reason, [a] if a >= 0 else [])
+        _raise(schedule, _row_of_store(schedule, a, atom) if a >= 0 else -1, reason, [a] if a >= 0 else [])
     reasons = {
         core.RACE_READ: f"{name} is read while it may still be written{again}",
         core.RACE_WRITE: f"{name} is overwritten while it may still be in use{again}",
@@ -201,7 +230,8 @@ def _refuse_deadlock(schedule: Schedule, worker: int) -> None:
     ranks = ", ".join(str(schedule.worker_rank[one]) for one in cycle[:_TRACE_STEPS])
     ending = "for each other" if worker in seen else "for a post that nobody makes"
     more = ", ..." if len(cycle) > _TRACE_STEPS else ""
-    _raise(schedule, int(schedule.instructions.row[steps[0]]), f"ranks {ranks}{more} wait {ending}", steps)
+    who = f"rank {ranks} waits" if len(cycle) == 1 else f"ranks {ranks}{more} wait"
+    _raise(schedule, int(schedule.instructions.row[steps[0]]), f"{who} {ending}", steps)
 
 
 def _blocked(schedule: Schedule) -> dict[int, tuple[int, int]]:
@@ -264,7 +294,7 @@ def _difference(schedule: Schedule, contents: _Contents, order: NDArray[np.int32
         if item >= 0 and not contents.pending[place]
     }
     seen: set[int] = set()
-    for at in (int(entry) for entry in order):
+    for at in (int(entry) for entry in order if entry >= 0):
         if at in seen or one.kind[at] > NEEDED:
             continue
         seen.add(at)
@@ -295,5 +325,5 @@ def _item_names(schedule: Schedule, items: Counter[int]) -> str:
     names = []
     for item in sorted(items)[:3]:
         rank = int(np.searchsorted(first, item, side="right")) - 1
-        names.append(f"input[{item - int(first[rank])}] of rank {rank}")
+        names.append(f"input[{(item - int(first[rank])) // schedule.grain}] of rank {rank}")
     return ", ".join(names) + (", ..." if len(items) > 3 else "")

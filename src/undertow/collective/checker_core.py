@@ -35,6 +35,25 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_compiled
+def overlapping(count, source_start, source_atom, store_start, store_atom):
+    """The first instruction with a store that has part of a range in common with a source or another store; -1: none.
+
+    Runtimes go element by element, so equal ranges are fine, shifted ones are not.
+    """
+    for one in range(len(count)):
+        if count[one] > 1:
+            for entry in range(store_start[one], store_start[one + 1]):
+                for other in range(source_start[one], source_start[one + 1]):
+                    distance = abs(store_atom[entry] - source_atom[other])
+                    if 0 < distance < count[one]:
+                        return one
+                for other in range(store_start[one], entry):
+                    if abs(store_atom[entry] - store_atom[other]) < count[one]:
+                        return one
+    return -1
+
+
+@_compiled
 def _knows_start(clock, rank, first_worker, worker_rank):
     """Whether the call of `rank` is known to have begun: one of its workers has done something."""
     other = first_worker[rank]

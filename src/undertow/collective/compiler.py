@@ -88,7 +88,8 @@ def compile_trace(
     """
     if target not in TARGETS:
         raise InvalidArgument(argument="target", was=repr(target), must=f"one of {', '.join(TARGETS)}")
-    for name, value in (("instances", instances), ("workers", workers or 1), ("slots", slots), ("depth", depth)):
+    counts = {"instances": instances, "workers": 1 if workers is None else workers, "slots": slots, "depth": depth}
+    for name, value in counts.items():
         if value < 1:
             raise InvalidArgument(argument=name, was=value, must="at least 1")
     if packets and target != "staged":
@@ -369,6 +370,7 @@ def _schedule(
         in_place=in_place,
         staged=staged,
         packets=packets,
+        grain=contract.factor // trace.contract.factor,
         instances=instances,
         depth=depth,
         buffers=tuple(memory.names),

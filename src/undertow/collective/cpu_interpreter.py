@@ -221,11 +221,11 @@ def _combine(sources, end, addresses, count, size, kind, operation):
 def _move(code, piece, bases, tile_index, past, instance, addresses):
     """One piece of one instruction, for one tile and one instance's part of it; False if a packet has not come yet."""
     tile, size = code[TILE], code[ITEM_SIZE]
-    count = min(tile, code[piece] - tile_index * tile)
+    count = max(0, min(tile, code[piece] - tile_index * tile))
     part = -(-count // code[INSTANCES])
     first = min(count, instance * part)
     count = min(count, first + part) - first
-    if count <= 0:
+    if count == 0 and code[PACKETS] == 0:
         return True
     sources, end = code[piece + 2] - code[piece + 1], code[piece + 4] - code[piece + 1]
     parity = (past + tile_index) % code[DEPTH]
@@ -241,7 +241,7 @@ def _move(code, piece, bases, tile_index, past, instance, addresses):
         _combine(sources, end, addresses, count, size, code[TYPE], code[OPERATION])
         return True
     epoch = past + tile_index + 1
-    room = np.empty((sources + 1) * count * size, np.uint8)
+    room = np.empty(max(8, (sources + 1) * count * size), np.uint8)
     aside = addresses[:end].copy()
     for index in range(end):
         operand = code[OPERANDS] + (code[piece + 1] + index) * OPERAND_ROW
@@ -249,7 +249,8 @@ def _move(code, piece, bases, tile_index, past, instance, addresses):
             aside[index] = room.ctypes.data + min(index, sources) * count * size
             if index < sources and not unpack(aside[index], addresses[index], count * size, epoch):
                 return False
-    _combine(sources, end, aside, count, size, code[TYPE], code[OPERATION])
+    if count > 0:
+        _combine(sources, end, aside, count, size, code[TYPE], code[OPERATION])
     for index in range(sources, end):
         if aside[index] != addresses[index]:
             pack(addresses[index], aside[index], count * size, epoch)
@@ -374,7 +375,7 @@ def run(
                     following = code[worker + 3]
                 state[at] = following
                 budget -= 1
-                if budget == 0 and following >= 0:
+                if budget == 0:
                     return SLICE_OVER
                 if following < 0:
                     break

@@ -51,9 +51,9 @@ def _store_word(typing_context: Any, address: Any, value: Any) -> Any:
 
 @numba.njit(cache=True, nogil=True)
 def pack(address, source, count, epoch):
-    """Send `count` bytes from `source`, in words at `address`."""
+    """Send `count` bytes from `source`, in words at `address`; an empty message is one word, for its flag."""
     flag = np.uint64(epoch & 0xFFFFFFFF) << np.uint64(32)
-    words, whole = (count + 3) // 4, count // 4
+    words, whole = max(1, (count + 3) // 4), count // 4
     data = carray(as_pointer(source), (max(whole, 1),), np.uint32)
     for index in range(whole):
         _store_word(address + 8 * index, flag | np.uint64(data[index]))
@@ -69,7 +69,7 @@ def pack(address, source, count, epoch):
 def unpack(out, address, count, epoch):
     """Receive `count` bytes into `out` if all of them have come; whether they have."""
     flag = np.uint64(epoch & 0xFFFFFFFF)
-    words, whole = (count + 3) // 4, count // 4
+    words, whole = max(1, (count + 3) // 4), count // 4
     data = carray(as_pointer(out), (max(whole, 1),), np.uint32)
     for index in range(words):
         word = _load_word(address + 8 * index)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import struct
 import sys
 from collections.abc import Callable, Iterator
@@ -60,8 +61,8 @@ class Ref:
 
         `channel` asks for a worker of its own (equal numbers share one), `lane` for who moves the bytes.
         """
-        if isinstance(to, int):
-            to = self._trace.rank(to).at(self.buffer)[self.start : self.start + self.count]
+        if not isinstance(to, Ref):
+            to = self._trace.rank(operator.index(to)).at(self.buffer)[self.start : self.start + self.count]
         self._trace.record(COPY, self, to, channel, lane, sys._getframe(1))
         return to
 
@@ -80,7 +81,7 @@ class Ref:
 
     def __getitem__(self, index: int | slice) -> Ref:
         start, count = _range(index, self.count)
-        if start < 0 or start + count > self.count:
+        if start < 0 or count < 1 or start + count > self.count:
             self._trace.refuse(f"{self} has no chunks {start} to {start + count - 1}", sys._getframe(1))
         return Ref(self._trace, self.rank, self.buffer, self.start + start, count)
 

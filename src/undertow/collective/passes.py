@@ -95,6 +95,16 @@ def _same_range(wanted, count, head, following, place):
 
 
 @_compiled
+def _apart(wanted, count, head, following, place):
+    """Whether every range of a linked list (all of `count` atoms) is `wanted` or has nothing in common with it."""
+    while head != NOTHING:
+        if place[head] != wanted and abs(place[head] - wanted) < count:
+            return False
+        head = following[head]
+    return True
+
+
+@_compiled
 def fuse(kinds, sources, destinations, counts, executors, channels, atoms, enabled):
     """Gather operations into instructions: sum a list of ranges once, store the sum to a list of ranges.
 
@@ -141,7 +151,7 @@ def fuse(kinds, sources, destinations, counts, executors, channels, atoms, enabl
                     good = good and (reader[target] <= candidate) and (other_reader[target] < candidate)
                     read_by_it = read_by_it or reader[target] == candidate
                 if good and read_by_it:  # read and written by one instruction: element by element, or not at all
-                    good = _same_range(to, count, source_head[candidate], following, place)
+                    good = _apart(to, count, source_head[candidate], following, place)
                 if good:
                     joined = candidate
                     break

@@ -70,6 +70,7 @@ class Schedule:
     in_place: bool
     staged: bool
     packets: bool
+    grain: int  # atoms of a chunk, where `parallel` cuts chunks
     instances: int
     depth: int
     buffers: tuple[str, ...]
@@ -112,6 +113,30 @@ class Schedule:
             found[first[one] : first[one] + count[one]] = values[one]
         return found
 
+    @cached_property
+    def misplaced(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of length classes (of a place in user memory, of what is put or found there) that differ."""
+        contract, one = self.contract, self.instructions
+        home = np.full(self.user_atoms, -1, np.int64)
+        for rank in range(self.ranks):
+            inputs = contract.item_class[contract.first_item[rank] : contract.first_item[rank + 1]]
+            outputs = contract.output_class[contract.first_output[rank] : contract.first_output[rank + 1]]
+            # The larger buffer last: places are cut by its classes, as `atom_buffer` says.
+            for buffer, classes in sorted(((0, inputs), (1, outputs)), key=lambda pair: len(pair[1])):
+                home[self.first_atom[rank, buffer] : self.first_atom[rank, buffer] + len(classes)] = classes
+        total = contract.factor * contract.spans
+        found: set[int] = set()
+        for start, atom in ((one.source_start, one.source_atom), (one.store_start, one.store_atom)):
+            owner = np.repeat(np.arange(len(one)), np.diff(start))
+            width = one.count[owner].astype(np.int64)
+            part = np.arange(int(width.sum())) - np.repeat(np.cumsum(width) - width, width)
+            place = np.repeat(atom.astype(np.int64), width) + part
+            content = one.class_of[np.repeat(one.class_start[owner].astype(np.int64), width) + part]
+            user = place < self.user_atoms
+            here, there = home[place[user]], content[user]
+            found.update(np.unique((here * total + there)[here != there]).tolist())
+        return tuple(sorted(divmod(pair, total) for pair in found))
+
     def workers_of(self, rank: int) -> list[int]:
         return [int(one) for one in np.flatnonzero(self.worker_rank == rank)]
 
@@ -130,8 +155,10 @@ class Schedule:
     # -- words for people --------------------------------------------------------------------------------------------
 
     def chunk_name(self, atom: int) -> str:
+        if not 0 <= atom < len(self.atom_rank):
+            return f"chunk {atom} of no buffer"
         rank, buffer = int(self.atom_rank[atom]), int(self.atom_buffer[atom])
-        return f"{self.buffers[buffer]}[{atom - int(self.first_atom[rank, buffer])}] of rank {rank}"
+        return f"{self.buffers[buffer]}[{(atom - int(self.first_atom[rank, buffer])) // self.grain}] of rank {rank}"
 
     def where(self, row: int) -> str:
         """File and line of an operation."""
