@@ -16,8 +16,9 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from ..fabric import atomics
+from ..fabric import atomics, flight_writer
 from ..fabric.atomics import add_release, copy_bytes, load_acquire, relax
+from ..fabric.flight_writer import as_pointer
 from .bind import (
     DEPTH,
     HEADER,
@@ -25,6 +26,8 @@ from .bind import (
     INSTRUCTION_ROW,
     INSTRUCTIONS,
     ITEM_SIZE,
+    MY_INPUT,
+    MY_OUTPUT,
     OPERAND_ROW,
     OPERANDS,
     OPERATION,
@@ -44,7 +47,7 @@ from .bind import (
     WORKER_ROW,
     WORKERS,
 )
-from .cpu_packets import as_pointer, pack, unpack
+from .cpu_packets import pack, unpack
 from .schedule import END, MOVE, NEEDED, READY
 
 DONE, SLICE_OVER, ABORTED = 0, 1, 2
@@ -398,3 +401,31 @@ def run(
             _usleep(np.uint32(atomics.SLEEP_MICROSECONDS))
         else:
             return SLICE_OVER
+
+
+# A frame: what does not change from call to call of one kind, as words that `perform` reads.
+(
+    CODE_AT, CODE_LENGTH, BASES_AT, BASES_LENGTH, STATE_AT, STATE_LENGTH, SEMAPHORES_AT, SEMAPHORES_LENGTH, ITERATIONS,
+    ABORT_AT, SPINS, RING_AT, TEXT_AT, TEXT_LENGTH, TICKET, FRAME,
+) = range(16)  # fmt: skip
+
+_begin_record = flight_writer.begin
+_end_record = flight_writer.end
+
+
+@_compiled
+def perform(frame, source, out, number):
+    """A whole call with its flight record: for short messages, whose bytes cost less than Python's arguments do."""
+    words = carray(as_pointer(frame), (FRAME,), np.int64)
+    words[TICKET] = _begin_record(words[RING_AT], words[TEXT_AT], words[TEXT_LENGTH], number)
+    bases = carray(as_pointer(words[BASES_AT]), (words[BASES_LENGTH],), np.int64)
+    bases[MY_INPUT], bases[MY_OUTPUT] = source, out
+    status = run(
+        carray(as_pointer(words[CODE_AT]), (words[CODE_LENGTH],), np.int64), bases,
+        carray(as_pointer(words[STATE_AT]), (words[STATE_LENGTH],), np.int64),
+        carray(as_pointer(words[SEMAPHORES_AT]), (words[SEMAPHORES_LENGTH],), np.int64), words[ITERATIONS],
+        words[ABORT_AT], words[SPINS], 0, 0, 0, 0, 0, True,
+    )  # fmt: skip
+    if status == DONE:
+        _end_record(words[RING_AT], words[TICKET], False)
+    return status

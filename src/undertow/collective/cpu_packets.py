@@ -15,15 +15,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-
-@intrinsic
-def as_pointer(typing_context: Any, address: Any) -> Any:
-    """An address as a pointer."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
+from ..fabric.flight_writer import as_pointer
 
 
 @intrinsic

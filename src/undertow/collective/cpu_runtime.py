@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..fabric.base import SymmetricBuffer
+from ..fabric.flight import FlightRing
 from . import cpu_interpreter as interpreter
 from .bind import FIRST_WORKSPACE, MY_INPUT, MY_OUTPUT, Bound, bind, most_semaphores, workspace_bytes
 
 if TYPE_CHECKING:
     from ..fabric.cpu import CpuFabric
+    from ..fabric.flight_writer import Text
     from .schedule import Schedule
 
 STRIDE = 128 << 10  # bytes of a staged chunk: what a few ranks stage stays in the second-level caches
@@ -28,7 +30,7 @@ TYPES = {
     torch.uint8: interpreter.UINT8, torch.int8: interpreter.INT8, torch.int16: interpreter.INT16,
 }  # fmt: skip
 OPERATIONS = {"sum": interpreter.SUM, "max": interpreter.MAX, "min": interpreter.MIN, "avg": interpreter.SUM}
-_SPINS_ALONE, _SPINS_CROWDED = 3000, 30
+_SPINS_ALONE, _SPINS_CROWDED = 200, 20  # then the core is offered to others: a busy machine may need it
 _LOGGED = 65536  # instructions of a call in a timeline
 _KEPT = 512  # bound programs: sizes may differ from call to call
 
@@ -61,8 +63,9 @@ class CpuExecutable:
                 self._bases[FIRST_WORKSPACE + rank] = self._workspace.address(rank)
         workers = max(1, len(schedule.workers_of(group.rank))) * schedule.instances
         self._state = np.zeros(interpreter.STATE_HEADER + workers * interpreter.STATE_ROW, np.int64)
-        crowded = len(group.local_ranks) > len(os.sched_getaffinity(0))
-        self._spins = _SPINS_CROWDED if crowded else _SPINS_ALONE
+        # A rank may be bound to one core: what counts is how many cores the ranks have together.
+        cores = {core for theirs in group.exchange(sorted(os.sched_getaffinity(0)), "cores") for core in theirs}
+        self._spins = _SPINS_CROWDED if len(group.local_ranks) > len(cores) else _SPINS_ALONE
 
     def run(
         self,
@@ -86,16 +89,21 @@ class CpuExecutable:
             self._set_remote(source, out)
         recorder = timeline.current()
         log = self._begin_log(bound) if recorder is not None else None
+        self._complete(bound, True, parcels, tiles)
+        if recorder is not None and log is not None:
+            self._end_log(recorder, log)
+
+    def _complete(self, bound: Bound, fresh: bool, parcels: tuple[int, int] = (0, 0), tiles: int = 0) -> None:
+        """Run, or go on running, until the call is over, the group has failed or the deadline has passed."""
         abort = self._group.abort_address
         began = 0.0
-        fresh = True
         while True:
             status = interpreter.run(
-                bound.code, bases, self._state, self._semaphores, bound.iterations, abort, self._spins, parcels[0],
-                parcels[1], tiles, 0, 0, fresh,
+                bound.code, self._bases, self._state, self._semaphores, bound.iterations, abort, self._spins,
+                parcels[0], parcels[1], tiles, 0, 0, fresh,
             )  # fmt: skip
             if status == interpreter.DONE:
-                break
+                return
             fresh = False
             self._group.check()
             began = began or time.monotonic()
@@ -103,8 +111,13 @@ class CpuExecutable:
                 waited = f"a collective stood still for {self._group.deadline:g} s"
                 self._group.fail(self._group.why_waiting(None, waited))
                 self._group.check()
-        if recorder is not None and log is not None:
-            self._end_log(recorder, log)
+
+    def prepare(self, dtype: torch.dtype, span_lengths: Sequence[int], operation: str, text: Text) -> Prepared:
+        """Calls of one kind and size as one compiled call each; `text` is what their flight records say."""
+        if not self.schedule.staged:
+            must = "staged: a direct schedule's buffers are told with each call"
+            raise InvalidArgument(argument="schedule", was="direct", must=must)
+        return Prepared(self, self.bound(dtype, span_lengths, operation), text)
 
     def _begin_log(self, bound: Bound) -> NDArray[np.int64]:
         """Room for every instruction of a call; long calls leave their tail out."""
@@ -160,6 +173,33 @@ class CpuExecutable:
         self._signals.release()
         if self._workspace is not None:
             self._workspace.release()
+
+
+class Prepared:
+    """See `CpuExecutable.prepare`. The caller holds the group's lock and has checked the tensors."""
+
+    __slots__ = ("_executable", "_keep", "_words", "bound", "frame")
+
+    def __init__(self, executable: CpuExecutable, bound: Bound, text: Text) -> None:
+        words = np.zeros(interpreter.FRAME, np.int64)
+        arrays = (bound.code, executable._bases, executable._state, executable._semaphores)
+        for at, array in enumerate(arrays):
+            words[2 * at], words[2 * at + 1] = array.ctypes.data, len(array)
+        words[interpreter.ITERATIONS], words[interpreter.SPINS] = bound.iterations, executable._spins
+        words[interpreter.ABORT_AT] = executable._group.abort_address
+        ring = FlightRing.mine().address
+        words[interpreter.RING_AT : interpreter.TICKET] = ring, text.address, text.length
+        self._executable, self.bound, self._words, self._keep = executable, bound, words, (arrays, text)
+        self.frame = int(words.ctypes.data)
+
+    def complete(self) -> None:
+        """Go on with a call that did not end in its first slice; its record ends here."""
+        failed = True
+        try:
+            self._executable._complete(self.bound, fresh=False)
+            failed = False
+        finally:
+            FlightRing.mine().end(int(self._words[interpreter.TICKET]), failed=failed)
 
 
 def _address(given: torch.Tensor | SymmetricBuffer, rank: int) -> int:

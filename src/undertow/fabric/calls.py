@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from .flight import FlightRing
+from .flight_writer import call_text
 
 if TYPE_CHECKING:
     from .group import Group
-
-
-@functools.lru_cache(maxsize=4096)
-def _fields(group: str, operator: str, shape: str, plan: str) -> bytes:
-    """All that does not change from call to call of one kind; encoding it anew would cost more than a small message."""
-    return json.dumps({"group": group, "operator": operator, "shape": shape, "plan": plan})[1:].encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +66,7 @@ class Bracket:
         try:
             group.calls += 1
             self._ring = FlightRing.mine()
-            self._ticket = self._ring.begin(b'{"call": %d, %b' % (group.calls, _fields(group.name, *self._kind)))
+            self._ticket = self._ring.begin(call_text(group.name, *self._kind), group.calls)
         except BaseException:
             group.lock.release()
             raise

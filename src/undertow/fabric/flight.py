@@ -1,7 +1,7 @@
 """The flight recorder: this process's last calls, in memory that outlives it.
 
 A ring lives in a `Segment`, so a SIGKILL of its writer takes nothing from it: the launcher and the peers of the node
-read what the dead rank did last. Writing costs a few struct stores; no JSON is made here and nothing is locked against
+read what the dead rank did last. Writing costs a few stores (`flight_writer`); nothing is locked against
 readers. A reader may therefore meet a half-written record. It reports what it can and never raises.
 
     header (128 bytes): pid, state (0 alive, 1 left), calls ever begun, rank
@@ -22,24 +22,29 @@ from typing import Any
 import torch
 
 from .. import settings
+from . import flight_writer
+from .flight_writer import (
+    COUNT_WORD,
+    DONE,
+    FAILED,
+    HEADER_BYTES,
+    RECORD_BYTES,
+    RECORDS,
+    RING_BYTES,
+    RUNNING,
+    TEXT_BYTES,
+    Text,
+)
 from .segment import Segment
 
-HEADER_BYTES = 128
-RECORDS = 64
-RECORD_BYTES = 512
-RING_BYTES = HEADER_BYTES + RECORDS * RECORD_BYTES
 KEPT_FILES = 20
 
 _HEADER = struct.Struct("<qqqq")
-_RECORD = struct.Struct("<qqddI")
+_RECORD = struct.Struct("<qqddq")
 _INTEGER = struct.Struct("<q")
-_ENDING = struct.Struct("<d")
-_STATE_OFFSET, _COUNT_OFFSET, _RANK_OFFSET = 8, 16, 24  # in the header
-_RECORD_STATE_OFFSET, _RECORD_END_OFFSET = 8, 24
-_TEXT_BYTES = RECORD_BYTES - _RECORD.size
+_STATE_OFFSET, _COUNT_OFFSET, _RANK_OFFSET = 8, 8 * COUNT_WORD, 24  # in the header
 _ALIVE, _LEFT = 0, 1
-_RUNNING, _DONE, _FAILED = 1, 2, 3
-_STATE_NAMES = {_RUNNING: "running", _DONE: "done", _FAILED: "failed"}
+_STATE_NAMES = {RUNNING: "running", DONE: "done", FAILED: "failed"}
 
 
 class FlightRing:
@@ -50,8 +55,7 @@ class FlightRing:
         self._segment = segment
         whole = segment.tensor(0, (segment.size,), torch.uint8).numpy().data
         self._bytes = whole[slot * RING_BYTES : (slot + 1) * RING_BYTES]
-        self._lock = threading.Lock()
-        self._count = self._integer(_COUNT_OFFSET)
+        self.address = segment.address + slot * RING_BYTES
 
     @staticmethod
     def mine() -> FlightRing:
@@ -82,28 +86,15 @@ class FlightRing:
 
     # -- writing -------------------------------------------------------------------------------------------------
 
-    def begin(self, text: str | bytes) -> int:
+    def begin(self, text: str | bytes | Text, number: int = -1) -> int:
         """Record that a call begins; `text` is JSON, cut to the room there is. Returns the ticket for `end`."""
-        data = (text.encode() if isinstance(text, str) else text)[:_TEXT_BYTES]
-        with self._lock:
-            self._count += 1
-            ticket = self._count
-            offset = self._offset(ticket)
-            view = self._bytes
-            _INTEGER.pack_into(view, offset, 0)  # not a record while it is being written
-            start = offset + _RECORD.size
-            view[start : start + len(data)] = data
-            _RECORD.pack_into(view, offset, ticket, _RUNNING, time.time(), 0.0, len(data))
-            _INTEGER.pack_into(view, _COUNT_OFFSET, ticket)
-        return ticket
+        if not isinstance(text, Text):
+            text = Text(text.encode() if isinstance(text, str) else text)
+        return int(flight_writer.begin(self.address, text.address, text.length, number))
 
     def end(self, ticket: int, failed: bool = False) -> None:
         """Record that the call of `ticket` is over, unless 64 later calls have taken its place."""
-        offset = self._offset(ticket)
-        with self._lock:
-            if self._integer(offset) == ticket:
-                _ENDING.pack_into(self._bytes, offset + _RECORD_END_OFFSET, time.time())
-                _INTEGER.pack_into(self._bytes, offset + _RECORD_STATE_OFFSET, _FAILED if failed else _DONE)
+        flight_writer.end(self.address, ticket, failed)
 
     def leave(self) -> None:
         """Say that this process finishes on purpose: its exit is no death."""
@@ -142,7 +133,7 @@ class FlightRing:
             if sequence <= 0:
                 continue
             begin = offset + _RECORD.size
-            fields = _fields(copy[begin : begin + min(length, _TEXT_BYTES)])
+            fields = _fields(copy[begin : begin + min(length, TEXT_BYTES)])
             name = _STATE_NAMES.get(state, "unknown")
             found.append({**fields, "sequence": sequence, "state": name, "start": start, "end": end})
         return sorted(found, key=lambda record: int(record["sequence"]))

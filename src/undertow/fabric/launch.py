@@ -28,7 +28,8 @@ from torch.distributed import TCPStore
 from .. import settings
 from ..errors import LaunchFailed, LaunchRefused
 from . import rank_process
-from .flight import RING_BYTES, FlightRing, write_flight_record
+from .flight import FlightRing, write_flight_record
+from .flight_writer import RING_BYTES
 from .fork_server import ForkedProcess, server
 from .rank_process import PRIMARY, Job, Raised, Returned, run_script
 from .segment import Segment, available_memory, human
