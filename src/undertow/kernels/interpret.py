@@ -18,49 +18,38 @@ epoch: the iterations and calls before this one). The launch orders those. Nothi
 argument, so a captured launch can be replayed. What a program needs is decoded *before* the wait: an acquire empties
 the first-level cache, and decoding is a chain of dependent loads.
 
-A failed wait ends the CTA: it reports to the error word, posts nothing more, and leaves its epoch as it was.
+A failed wait ends the CTA: it reports to the error word, posts nothing more, and leaves its epoch as it was. One that
+was late sets the abort word, too, so that all others of this rank give up and the outputs are poisoned.
 """
 
 import triton
 import triton.language as tl
 
 from ..collective import bind, schedule
-from .packets import PACKET, move_words
-from .signals import ARRIVED, report_error
+from .packets import move_words
+from .pieces import decode, move_piece
+from .signals import ARRIVED, LATE, report_error
 
-MOST_UNROLLED = 8  # sources or stores whose addresses are held in registers
-VECTORS = 8  # 16-byte loads that each thread has under way
-SUM, MAX, MIN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # as in the CPU interpreter
-
-_HEADER, _WORKER_ROW = tl.constexpr(bind.HEADER), tl.constexpr(bind.WORKER_ROW)
-_INSTRUCTION_ROW, _WAIT_ROW = tl.constexpr(bind.INSTRUCTION_ROW), tl.constexpr(bind.WAIT_ROW)
-_POST_ROW, _PIECE_ROW, _OPERAND_ROW = (
-    tl.constexpr(bind.POST_ROW),
-    tl.constexpr(bind.PIECE_ROW),
-    tl.constexpr(bind.OPERAND_ROW),
-)
-_INSTRUCTIONS, _WAITS, _POSTS = (
-    tl.constexpr(bind.INSTRUCTIONS),
-    tl.constexpr(bind.WAITS),
-    tl.constexpr(bind.POSTS),
-)
-_PIECES, _OPERANDS, _TILE = tl.constexpr(bind.PIECES), tl.constexpr(bind.OPERANDS), tl.constexpr(bind.TILE)
-_DEPTH, _SCRATCH, _SLICE = tl.constexpr(bind.DEPTH), tl.constexpr(bind.SCRATCH), tl.constexpr(bind.SLICE)
-_INSTANCES, _RANKS = tl.constexpr(bind.INSTANCES), tl.constexpr(bind.RANKS)
-_MY_INPUT, _MY_OUTPUT = tl.constexpr(bind.MY_INPUT), tl.constexpr(bind.MY_OUTPUT)
-_READY, _NEEDED, _END = tl.constexpr(schedule.READY), tl.constexpr(schedule.NEEDED), tl.constexpr(schedule.END)
+(
+    _HEADER, _WORKER_ROW, _INSTRUCTION_ROW, _WAIT_ROW, _POST_ROW, _INSTRUCTIONS, _WAITS, _POSTS, _PIECES, _OPERANDS,
+    _TILE, _DEPTH, _SCRATCH, _SLICE, _INSTANCES, _RANKS, _READY, _NEEDED,
+) = (
+    tl.constexpr(one)
+    for one in (
+        bind.HEADER, bind.WORKER_ROW, bind.INSTRUCTION_ROW, bind.WAIT_ROW, bind.POST_ROW, bind.INSTRUCTIONS, bind.WAITS,
+        bind.POSTS, bind.PIECES, bind.OPERANDS, bind.TILE, bind.DEPTH, bind.SCRATCH, bind.SLICE, bind.INSTANCES,
+        bind.RANKS, schedule.READY, schedule.NEEDED,
+    )
+)  # fmt: skip
 _WORD = tl.constexpr(128)  # bytes between two semaphores
-_VECTOR = tl.constexpr(16)  # bytes of the widest access
-_IN_FLIGHT = tl.constexpr(VECTORS)
-_ELEMENTS = tl.constexpr(4)  # elements of each thread and block where accesses cannot be wide
 
 # One element a thread: each thread with `$3` set polls its own word. As in `signals`, the abort word (across PCIe) and
 # the timer (slow to read) are looked at once in 64 polls.
 _POLL = tl.constexpr("""{
     .reg .pred idle, done, again, stop;
-    .reg .b32 seen, polls;
+    .reg .b32 seen, polls, status;
     .reg .b64 begin, passed;
-    mov.b32 $0, 0;
+    mov.b32 status, 0;
     setp.eq.s32 idle, $3, 0;
     @idle bra END;
     mov.b32 polls, 0;
@@ -81,28 +70,27 @@ POLL:
     sub.u64 passed, passed, begin;
     setp.lt.u64 again, passed, $5;
     @again bra POLL;
-    mov.b32 $0, 2;
+    mov.b32 status, 2;
     bra END;
 STOP:
-    mov.b32 $0, 1;
+    mov.b32 status, 1;
 END:
+    mov.b32 $0, status;
 }""")
 
-_TOUCH = tl.constexpr("""{
+_FETCH = tl.constexpr("""{
     .reg .pred wanted;
-    .reg .b32 seen;
-    mov.b32 $0, 0;
     setp.ne.s32 wanted, $2, 0;
-    @wanted ld.global.b32 seen, [$1];
+    @wanted prefetch.global.L2 [$1];
+    mov.b32 $0, 0;
 }""")
 
 
 @triton.jit
-def touch(pointers, wanted):
-    """Fetch what each lane points at into the caches, without waiting for it. Orders nothing."""
-    tl.inline_asm_elementwise(
-        _TOUCH, "=r,l,r", [pointers, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-    )
+def fetch(pointers, wanted):
+    """Start to bring what the wanted lanes point at into the second-level cache. Orders nothing."""
+    arguments = [pointers, wanted.to(tl.int32)]
+    tl.inline_asm_elementwise(_FETCH, "=r,l,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -116,33 +104,33 @@ def poll(pointers, targets, wanted, abort, deadline_ns):
 
 
 @triton.jit
-def _wait(code, rows, lo, hi, own, past, iteration, lead, ready, parcel_target, KERNELS: tl.constexpr, LANES: tl.constexpr):
-    """Wait rows [lo, hi) all at once, a thread each, and the parcel word at `ready` if that is not 0. The status.
+def _wait(program, watch, row, past, iteration, ready, parcel_target, KERNELS: tl.constexpr, LANES: tl.constexpr):
+    """All waits of the instruction at `row` at once, a thread each, and that for the parcel word at `ready` unless 0.
 
     Acquires, at system scope, what the posters of all these semaphores (and of the parcel) released; the barrier gives
-    it to every thread of the CTA.
+    it to every thread of the CTA. Returns the status: unless it is ARRIVED, nothing may be read.
     """
+    code, waits, _, _, _, own, instances, instance = program
+    abort, _, deadline_ns = watch
     past_iterations, past_calls = past
-    instances, instance, abort, deadline_ns = lead
-    lanes = tl.arange(0, LANES)
+    lo, hi = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
     extra = 0
     if KERNELS:
         extra = tl.where(ready != 0, 1, 0)
     status = 0
     for first in range(lo, hi + extra, LANES):
-        row = code + (rows + (first + lanes).to(tl.int64) * _WAIT_ROW)
-        waits = first + lanes < hi
-        semaphore = tl.load(row, mask=waits, other=0)
-        value, back = tl.load(row + 1, mask=waits, other=0), tl.load(row + 2, mask=waits, other=0)
-        posts = tl.load(row + 3, mask=waits, other=0)
-        counted = tl.where(posts < 0, -posts * past_calls, (past_iterations + iteration - back) * posts)
-        targets = (counted + value).to(tl.int32)  # modulo 2^32, as the semaphores count
+        lanes = first + tl.arange(0, LANES)
+        wanted = lanes < hi
+        entry = code + (waits + lanes * _WAIT_ROW)
+        semaphore, value = tl.load(entry, mask=wanted, other=0), tl.load(entry + 1, mask=wanted, other=0)
+        back, posts = tl.load(entry + 2, mask=wanted, other=0), tl.load(entry + 3, mask=wanted, other=0)
+        before = tl.where(posts < 0, -posts * past_calls, (past_iterations + iteration - back) * posts)
+        targets = (before + value).to(tl.int32)  # modulo 2^32, as the semaphores count
         addresses = own + (semaphore * instances + instance) * _WORD
-        wanted = waits
         if KERNELS:
-            parcel = (first + lanes == hi) & (extra != 0)
+            parcel = (lanes == hi) & (extra != 0)
             addresses, targets = tl.where(parcel, ready, addresses), tl.where(parcel, parcel_target, targets)
-            wanted = waits | parcel
+            wanted = wanted | parcel
         found = poll(addresses.to(tl.pointer_type(tl.int32)), targets, wanted, abort, deadline_ns)
         tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
         status = tl.maximum(status, tl.max(found, axis=0))
@@ -150,184 +138,83 @@ def _wait(code, rows, lo, hi, own, past, iteration, lead, ready, parcel_target, 
 
 
 @triton.jit
-def _post(code, rows, lo, hi, semaphores, lead, needed, KERNELS: tl.constexpr, LANES: tl.constexpr):
-    """Post rows [lo, hi), a thread each, and the tile word at `needed` if that is not 0.
+def _post(program, row, needed, KERNELS: tl.constexpr, LANES: tl.constexpr):
+    """All posts of the instruction at `row`, a thread each, and to the tile word at `needed` unless that is 0.
 
-    Releases, at system scope, everything this CTA has stored (and what it has itself acquired).
+    Releases, at system scope, everything this CTA has stored (and what it has itself acquired). The barrier is there
+    without posts too: the next instruction may read, in other threads, what this one has stored.
     """
-    instances, instance, _, _ = lead
-    lanes = tl.arange(0, LANES)
+    code, _, posts, _, semaphores, _, instances, instance = program
+    tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
+    lo, hi = tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
     extra = 0
     if KERNELS:
         extra = tl.where(needed != 0, 1, 0)
     for first in range(lo, hi + extra, LANES):
-        row = code + (rows + (first + lanes).to(tl.int64) * _POST_ROW)
-        posts = first + lanes < hi
-        base = tl.load(semaphores + tl.load(row, mask=posts, other=0), mask=posts, other=0)
-        addresses = base + (tl.load(row + 1, mask=posts, other=0) * instances + instance) * _WORD
-        wanted = posts
+        lanes = first + tl.arange(0, LANES)
+        wanted = lanes < hi
+        entry = code + (posts + lanes * _POST_ROW)
+        base = tl.load(semaphores + tl.load(entry, mask=wanted, other=0), mask=wanted, other=0)
+        addresses = base + (tl.load(entry + 1, mask=wanted, other=0) * instances + instance) * _WORD
         if KERNELS:
-            tile = (first + lanes == hi) & (extra != 0)
+            tile = (lanes == hi) & (extra != 0)
             addresses = tl.where(tile, needed, addresses)
-            wanted = posts | tile
-        tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
+            wanted = wanted | tile
         tl.atomic_add(addresses.to(tl.pointer_type(tl.int32)), 1, mask=wanted, sem="release", scope="sys")
 
 
 @triton.jit
-def _operands(memory, lo, present, user, scratch, SIZE: tl.constexpr, COUNT: tl.constexpr, PACKETS: tl.constexpr):
-    """Addresses of operand rows [lo, lo + present), at most COUNT of them, 0 for the others; then their kinds."""
-    rows, bases, source, out = memory
-    addresses = ()
-    kinds = ()
-    for index in tl.static_range(COUNT):
-        row, here = rows + (lo + index).to(tl.int64) * _OPERAND_ROW, index < present
-        base, kind = tl.load(row, mask=here, other=0), tl.load(row + 2, mask=here, other=0)
-        begin = tl.load(bases + base, mask=here, other=0)
-        begin = tl.where(base == _MY_INPUT, source, tl.where(base == _MY_OUTPUT, out, begin))
-        offset = (tl.load(row + 1, mask=here, other=0) + tl.where(kind == 0, user, scratch)) * SIZE
-        if PACKETS:
-            offset = tl.where(kind == PACKET, 2 * offset, offset)
-        addresses = addresses + (tl.where(here, begin + offset, 0),)
-        kinds = kinds + (kind.to(tl.int32),)
-    return addresses, kinds
-
-
-@triton.jit
-def _reduced(total, value, OPERATION: tl.constexpr):
-    if OPERATION == MAX:
-        return tl.maximum(total, value)
-    if OPERATION == MIN:
-        return tl.minimum(total, value)
-    return total + value
-
-
-@triton.jit
-def _block(
-    memory, piece, begin, offsets, mask,
+def _run(
+    program, memory, tiling, watch, past, row, iteration, last, parcels, parcel_target, tiles,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    EXACT: tl.constexpr, MANY: tl.constexpr, ALIGNMENT: tl.constexpr,
+    COPIES: tl.constexpr, MANY: tl.constexpr, SINGLE: tl.constexpr, KERNELS: tl.constexpr, PACKETS: tl.constexpr,
+    LANES: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
-    """stores <- sum of sources for the masked elements at `offsets`, `begin` bytes into the piece.
-
-    All loads of a group of sources are issued before any of them is needed. Sums are made in the order of the sources,
-    in fp32 for 16-bit types, and rounded once. A store may be one of the sources: each element is read and written by
-    the same thread, in that order. EXACT: there are exactly SOURCES sources and STORES stores.
-    """
-    sources, source_count, source_lo, stores, store_count, store_lo, user, scratch = piece
+    """The instruction at `row`, in one iteration: decode, wait, move, post. Returns the status of the wait."""
+    abort, error, deadline_ns = watch
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    half: tl.constexpr = ELEMENT.is_floating() and ELEMENT.primitive_bitwidth == 16
-    SUMMED: tl.constexpr = tl.float32 if half else ELEMENT
-    if SOURCES == 1:  # a copy, of the bits as they are
-        pointer = tl.multiple_of((sources[0] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
-        result = tl.load(pointer + offsets, mask=mask)
-    else:
-        values = ()
-        for index in tl.static_range(SOURCES):
-            pointer = tl.multiple_of((sources[index] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
-            present = mask if EXACT else mask & (index < source_count)
-            values = values + (tl.load(pointer + offsets, mask=present),)
-        total = values[0].to(SUMMED)
-        for index in tl.static_range(1, SOURCES):
-            grown = _reduced(total, values[index].to(SUMMED), OPERATION)
-            total = grown if EXACT else tl.where(index < source_count, grown, total)
-        if MANY:
-            for first in range(SOURCES, source_count, SOURCES):
-                others, _ = _operands(
-                    memory, source_lo + first, source_count - first, user, scratch, SIZE, SOURCES, False
-                )
-                for index in tl.static_range(SOURCES):
-                    pointer = tl.multiple_of((others[index] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
-                    here = first + index < source_count
-                    value = tl.load(pointer + offsets, mask=mask & here)
-                    total = tl.where(here, _reduced(total, value.to(SUMMED), OPERATION), total)
-        result = total.to(ELEMENT)
-    for index in tl.static_range(STORES):
-        pointer = tl.multiple_of((stores[index] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
-        tl.store(pointer + offsets, result, mask=mask if EXACT else mask & (index < store_count))
-    if MANY:
-        for first in range(STORES, store_count, STORES):
-            others, _ = _operands(memory, store_lo + first, store_count - first, user, scratch, SIZE, STORES, False)
-            for index in tl.static_range(STORES):
-                pointer = tl.multiple_of((others[index] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
-                tl.store(pointer + offsets, result, mask=mask & (first + index < store_count))
-
-
-@triton.jit
-def _move(
-    memory, piece, count, low_bits,
-    ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    EXACT: tl.constexpr, MANY: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """`count` elements from all sources to all stores: 16 bytes an access where every address allows it."""
-    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    WIDTH: tl.constexpr = _VECTOR // SIZE
-    ROWS: tl.constexpr = LANES * (_IN_FLIGHT // SOURCES)
-    done = count * 0
-    if low_bits % _VECTOR == 0:
-        rows = tl.arange(0, ROWS)
-        offsets = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        vectors = count // WIDTH
-        for first in range(0, vectors, ROWS):
-            # A mask by rows is constant along a vector, so that it never splits one; what is left fits 32 bits.
-            mask = (rows < tl.minimum(vectors - first, ROWS).to(tl.int32))[:, None]
-            _block(
-                memory, piece, first * _VECTOR, offsets, mask,
-                ELEMENT, OPERATION, SOURCES, STORES, EXACT, MANY, _VECTOR,
-            )  # fmt: skip
-        done = vectors * WIDTH
-    # The rest: fewer elements than a vector, or all of them where addresses are not that even.
-    lanes = tl.arange(0, LANES * _ELEMENTS)
-    for first in range(done, count, LANES * _ELEMENTS):
-        mask = lanes < tl.minimum(count - first, LANES * _ELEMENTS).to(tl.int32)
-        _block(
-            memory, piece, first * SIZE, lanes, mask, ELEMENT, OPERATION, SOURCES, STORES, EXACT, MANY, SIZE
+    at, end = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
+    depth = tiling[3]
+    parity = (past[0] % depth + iteration).to(tl.int32) % depth.to(tl.int32)
+    if not PACKETS:
+        piece, count, _, _ = decode(
+            program, memory, tiling, at, at < end, iteration, parity, SIZE, SOURCES, STORES, False
         )  # fmt: skip
-
-
-@triton.jit
-def _decode(
-    memory, pieces, at, present, tiling, iteration, parity, instance,
-    SIZE: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr, PACKETS: tl.constexpr,
-):  # fmt: skip
-    """Piece `at` for one tile and one instance's part of it; of no elements if it is not `present`."""
-    tile, scratch_elements, slice_elements, instances = tiling
-    row = pieces + at.to(tl.int64) * _PIECE_ROW
-    elements = tl.load(row, mask=present, other=0)
-    source_lo, store_lo = tl.load(row + 1, mask=present, other=0), tl.load(row + 3, mask=present, other=0)
-    source_count = (tl.load(row + 2, mask=present, other=0) - source_lo).to(tl.int32)
-    store_count = (tl.load(row + 4, mask=present, other=0) - store_lo).to(tl.int32)
-    # The instance's part, in whole vectors: instances of all ranks cut alike, as only equal numbers know of each other.
-    UNIT: tl.constexpr = _VECTOR // SIZE
-    start = iteration.to(tl.int64) * tile
-    whole = tl.maximum(tl.minimum(tile, elements - start), 0)
-    part = (whole + (instances * UNIT - 1)) // (instances * UNIT) * UNIT
-    first = tl.minimum(whole, instance * part)
-    count = tl.minimum(whole, first + part) - first
-    user, scratch = start + first, parity.to(tl.int64) * scratch_elements + instance * slice_elements
-    sources, source_kinds = _operands(memory, source_lo, source_count, user, scratch, SIZE, SOURCES, PACKETS)
-    stores, store_kinds = _operands(memory, store_lo, store_count, user, scratch, SIZE, STORES, PACKETS)
-    piece = (sources, source_count, source_lo, stores, store_count, store_lo, user, scratch)
-    return piece, count, source_kinds, store_kinds
-
-
-@triton.jit
-def _low_bits(memory, piece, SIZE: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr, MANY: tl.constexpr):
-    """All addresses of a piece in one: its low bits are zero where theirs all are."""
-    sources, source_count, source_lo, stores, store_count, store_lo, user, scratch = piece
-    found = sources[0]
-    for index in tl.static_range(1, SOURCES):
-        found |= sources[index]
-    for index in tl.static_range(STORES):
-        found |= stores[index]
-    if MANY:
-        for first in range(0, source_count):
-            others, _ = _operands(memory, source_lo + first, 1, user, scratch, SIZE, 1, False)
-            found |= others[0]
-        for first in range(0, store_count):
-            others, _ = _operands(memory, store_lo + first, 1, user, scratch, SIZE, 1, False)
-            found |= others[0]
-    return found
+    ready, needed = tiles * 0, tiles * 0
+    if KERNELS:
+        kind, number = tl.load(row), tl.load(row + 1)
+        ready = tl.where(kind == _READY, parcels + number * _WORD, 0)
+        needed = tl.where((kind == _NEEDED) & (iteration == last), tiles + number * _WORD, 0)
+    status = _wait(program, watch, row, past, iteration, ready, parcel_target, KERNELS, LANES)
+    if status == ARRIVED:
+        if PACKETS:
+            flag = (past[0] + iteration + 1).to(tl.int32)
+            for one in range(at, end):
+                piece, count, from_packets, to_packets = decode(
+                    program, memory, tiling, one, True, iteration, parity, SIZE, SOURCES, STORES, True
+                )
+                move_words(
+                    piece, from_packets, to_packets, count, flag, abort, error, deadline_ns,
+                    ELEMENT, OPERATION, SOURCES, STORES, LANES,
+                )  # fmt: skip
+        elif SINGLE:
+            if count > 0:
+                move_piece(
+                    memory, piece, count, ELEMENT, OPERATION, SOURCES, STORES, False, True, False, LANES, VECTORS
+                )
+        else:
+            while at < end:
+                if count > 0:
+                    move_piece(
+                        memory, piece, count, ELEMENT, OPERATION, SOURCES, STORES, COPIES, False, MANY, LANES, VECTORS
+                    )
+                at += 1
+                if at < end:
+                    piece, count, _, _ = decode(
+                        program, memory, tiling, at, True, iteration, parity, SIZE, SOURCES, STORES, False
+                    )
+        _post(program, row, needed, KERNELS, LANES)
+    return status
 
 
 _ARGUMENTS = [
@@ -342,7 +229,7 @@ def interpret_kernel(
     abort, error, deadline_ns: tl.int64, parcels: tl.int64, parcel_target: tl.int32, tiles: tl.int64,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
     COPIES: tl.constexpr, MANY: tl.constexpr, SINGLE: tl.constexpr, KERNELS: tl.constexpr, PACKETS: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """One call of a program of `words` words.
 
@@ -352,106 +239,58 @@ def interpret_kernel(
 
     ELEMENT is the type of the sums, an integer type where nothing is summed; SOURCES and STORES are how many operands
     are unrolled, MANY says that some moves have more. COPIES: moves of one source occur beside sums. SINGLE: every
-    worker's body is one move, of one piece at most, with exactly SOURCES sources and STORES stores. KERNELS: `ready` or
-    `needed` occur. PACKETS: packet operands occur. LANES: threads of a CTA.
+    worker's body is at most one move, of at most one piece, with exactly SOURCES sources and STORES stores. KERNELS:
+    `ready` or `needed` occur. PACKETS: packet operands occur. LANES: threads of a CTA. VECTORS: 16-byte loads that
+    each of them has under way, a power of two and at least SOURCES.
     """
-    program = tl.program_id(0)
+    number = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     # All of a small program is fetched at once; what follows is a chain of loads that then only goes to the cache.
-    touch(code + lanes * 16, lanes * 16 < words)
-    instances = tl.load(code + _INSTANCES)
-    ranks = tl.load(code + _RANKS)
-    touch(bases + lanes, lanes < 3 * ranks + 2)
-    touch(semaphores + lanes, lanes < ranks + 1)
+    fetch(code + lanes * 16, lanes * 16 < words)
+    instances, ranks = tl.load(code + _INSTANCES), tl.load(code + _RANKS)
+    fetch(bases + lanes, lanes < 3 * ranks + 2)
+    fetch(semaphores + lanes, lanes < ranks + 1)
     # Ordered by the launch: the CTA of this number stored them in the call before.
-    past_iterations, past_calls = tl.load(epochs + 2 * program), tl.load(epochs + 2 * program + 1)
-    depth, tile = tl.load(code + _DEPTH), tl.load(code + _TILE)
-    instance = program % instances
-    worker = code + (_HEADER + program // instances * _WORKER_ROW)
+    past = (tl.load(epochs + 2 * number), tl.load(epochs + 2 * number + 1))
+    worker = code + (_HEADER + number // instances * _WORKER_ROW)
     start, first = tl.load(worker).to(tl.int32), tl.load(worker + 1).to(tl.int32)
     last, end = tl.load(worker + 2).to(tl.int32), tl.load(worker + 3).to(tl.int32)
-    instructions = code + tl.load(code + _INSTRUCTIONS)
-    wait_rows, post_rows = tl.load(code + _WAITS), tl.load(code + _POSTS)
-    pieces = code + tl.load(code + _PIECES)
-    memory = (code + tl.load(code + _OPERANDS), bases, source, out)
-    tiling = (tile, tl.load(code + _SCRATCH), tl.load(code + _SLICE), instances)
-    lead = (instances, instance, abort, deadline_ns)
-    past = (past_iterations, past_calls)
-    own = tl.load(semaphores + ranks)
-    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    RAW: tl.constexpr = tl.int8 if SIZE == 1 else tl.int16 if SIZE == 2 else tl.int32 if SIZE == 4 else tl.int64
-
+    rows = tl.load(code + _INSTRUCTIONS).to(tl.int32)
+    program = (
+        code, tl.load(code + _WAITS).to(tl.int32), tl.load(code + _POSTS).to(tl.int32),
+        tl.load(code + _PIECES).to(tl.int32), semaphores, tl.load(semaphores + ranks), instances, number % instances,
+    )  # fmt: skip
+    memory = (code, tl.load(code + _OPERANDS).to(tl.int32), bases, source, out)
+    tiling = (
+        tl.load(code + _TILE), tl.load(code + _SCRATCH), tl.load(code + _SLICE), tl.load(code + _DEPTH),
+    )  # fmt: skip
+    watch = (abort, error, deadline_ns)
+    if start >= 0:  # posts, and nothing else
+        _post(program, code + (rows + start * _INSTRUCTION_ROW), tiles, False, LANES)
     status = 0
     iteration = 0
-    at = tl.where(start >= 0, start, tl.where(first < last, first, end))
-    if SINGLE:
-        if start >= 0:
-            row = instructions + start.to(tl.int64) * _INSTRUCTION_ROW
-            _post(
-                code, post_rows, tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32), semaphores, lead, 0,
-                False, LANES,
-            )  # fmt: skip
-        at = tl.where(first < last, first, end)
-    while (at >= 0) & (status == ARRIVED):
-        row = instructions + at.to(tl.int64) * _INSTRUCTION_ROW
-        kind, number = tl.load(row).to(tl.int32), tl.load(row + 1)
-        wait_lo, wait_hi = tl.load(row + 2).to(tl.int32), tl.load(row + 3).to(tl.int32)
-        piece_at, piece_hi = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
-        post_lo, post_hi = tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
-        now = tl.where(kind == _END, iterations - 1, iteration)
-        parity = (past_iterations % depth).to(tl.int32)
-        parity = (parity + now) % depth.to(tl.int32)
-        piece, count, source_kinds, store_kinds = _decode(
-            memory, pieces, piece_at, piece_at < piece_hi, tiling, now, parity, instance,
-            SIZE, SOURCES, STORES, PACKETS,
+    at = first
+    while (first < last) & (iteration < iterations) & (status == ARRIVED):
+        status = _run(
+            program, memory, tiling, watch, past, code + (rows + at * _INSTRUCTION_ROW), iteration, iterations - 1,
+            parcels, parcel_target, tiles,
+            ELEMENT, OPERATION, SOURCES, STORES, COPIES, MANY, SINGLE, KERNELS, PACKETS, LANES, VECTORS,
         )  # fmt: skip
-        ready, needed = tiles * 0, tiles * 0
-        if KERNELS:
-            ready = tl.where(kind == _READY, parcels + number * _WORD, 0)
-            needed = tl.where((kind == _NEEDED) & (now == iterations - 1), tiles + number * _WORD, 0)
-        status = _wait(
-            code, wait_rows, wait_lo, wait_hi, own, past, now, lead, ready, parcel_target, KERNELS, LANES
-        )  # fmt: skip
-        if status == ARRIVED:
-            while piece_at < piece_hi:
-                if PACKETS:
-                    epoch = (past_iterations + now + 1).to(tl.int32)
-                    move_words(
-                        piece, source_kinds, store_kinds, count, epoch, abort, error, deadline_ns,
-                        ELEMENT, OPERATION, SOURCES, STORES, LANES,
-                    )  # fmt: skip
-                elif count > 0:
-                    low_bits = _low_bits(memory, piece, SIZE, SOURCES, STORES, MANY)
-                    if SOURCES == 1:
-                        _move(memory, piece, count, low_bits, RAW, OPERATION, 1, STORES, SINGLE, MANY, LANES)
-                    elif COPIES:
-                        if piece[1] == 1:
-                            _move(memory, piece, count, low_bits, RAW, OPERATION, 1, STORES, SINGLE, MANY, LANES)
-                        else:
-                            _move(
-                                memory, piece, count, low_bits, ELEMENT, OPERATION, SOURCES, STORES, SINGLE, MANY, LANES
-                            )
-                    else:
-                        _move(memory, piece, count, low_bits, ELEMENT, OPERATION, SOURCES, STORES, SINGLE, MANY, LANES)
-                piece_at += 1
-                piece, count, source_kinds, store_kinds = _decode(
-                    memory, pieces, piece_at, piece_at < piece_hi, tiling, now, parity, instance,
-                    SIZE, SOURCES, STORES, PACKETS,
-                )  # fmt: skip
-            _post(code, post_rows, post_lo, post_hi, semaphores, lead, needed, KERNELS, LANES)
-        following = at + 1
-        if kind == _END:
-            following = -1
-        elif following == last:
-            if (first < last) & (iteration + 1 < iterations):
-                iteration += 1
-                following = first
-            else:
-                following = end
-        at = following
+        if SINGLE:  # no loop over instructions
+            iteration += 1
+        else:
+            at += 1
+            iteration = tl.where(at == last, iteration + 1, iteration)
+            at = tl.where(at == last, first, at)
+    if (end >= 0) & (status == ARRIVED):  # waits, and does nothing else
+        row = code + (rows + end * _INSTRUCTION_ROW)
+        status = _wait(program, watch, row, past, iterations - 1, tiles, 0, False, LANES)
+    tl.debug_barrier()  # every thread has read the epoch
     if status == ARRIVED:
         # Ordered by the launch: the next call on the stream reads them.
-        tl.store(epochs + 2 * program, past_iterations + iterations)
-        tl.store(epochs + 2 * program + 1, past_calls + 1)
+        tl.store(epochs + 2 * number, past[0] + iterations)
+        tl.store(epochs + 2 * number + 1, past[1] + 1)
     else:
         report_error(error, status)
+        if status == LATE:  # the watchdog will say so too, but what poisons the outputs stands next on the stream
+            report_error(abort, 1)
