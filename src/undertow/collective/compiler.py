@@ -94,6 +94,10 @@ def compile_trace(
             raise InvalidArgument(argument=name, was=value, must="at least 1")
     if packets and target != "staged":
         raise InvalidArgument(argument="packets", was=True, must="False for a direct target: nothing is staged there")
+    if packets:
+        # A packet proves its own arrival and nothing else: what it teaches of plain memory holds for the worker that
+        # read it, so there is only one.
+        workers = 1
     if in_place and trace.contract.in_place is None:
         must = f"False: {trace.contract.name} has no form in place"
         raise InvalidArgument(argument="in_place", was=True, must=must)

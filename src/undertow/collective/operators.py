@@ -344,9 +344,13 @@ def _executable(on: Group, kind: _Kind) -> Executable:
             was, must = f"{kind.program.name}, for {kind.program.collective}", f"a program for {kind.collective}"
             raise InvalidArgument(argument="program", was=was, must=must)
         choice = kind.choice
+        instances = choice.instances
+        if on.device.type == "cuda":  # every CTA must have a multiprocessor, on every rank
+            seen = on.exchange(torch.cuda.get_device_properties(on.device).multi_processor_count, "multiprocessors")
+            instances = max(1, min(instances, min(seen) // choice.workers))
         schedule = kind.program.compile(
             topology=Topology.of(on.nodes), root=kind.root, in_place=kind.in_place, target="staged",
-            slots=choice.slots, depth=choice.depth, workers=choice.workers, instances=choice.instances,
+            slots=choice.slots, depth=choice.depth, workers=choice.workers, instances=instances,
             packets=choice.packets,
         )  # fmt: skip
         found = held[kind.number] = executable(fabric, schedule, choice.stride)

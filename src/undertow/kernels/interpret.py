@@ -260,7 +260,7 @@ def interpret_kernel(
         code, tl.load(code + _WAITS).to(tl.int32), tl.load(code + _POSTS).to(tl.int32),
         tl.load(code + _PIECES).to(tl.int32), semaphores, tl.load(semaphores + ranks), instances, number % instances,
     )  # fmt: skip
-    memory = (code, tl.load(code + _OPERANDS).to(tl.int32), bases, source, out)
+    memory = (code + tl.load(code + _OPERANDS), bases, source, out)
     tiling = (
         tl.load(code + _TILE), tl.load(code + _SCRATCH), tl.load(code + _SLICE), tl.load(code + _DEPTH),
     )  # fmt: skip
