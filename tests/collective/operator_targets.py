@@ -29,8 +29,8 @@ def data(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
 def reduced(ranks: int, count: int, dtype: torch.dtype, op: str) -> torch.Tensor:
     parts = torch.stack([data(rank, count, torch.float64 if op == "avg" else dtype) for rank in range(ranks)])
     if op == "avg":
-        mean = parts.sum(0) / ranks
-        return mean.to(dtype) if dtype.is_floating_point else mean.trunc().to(dtype)
+        total = parts.to(dtype).sum(0)
+        return total / ranks
     return {"sum": parts.sum(0, dtype=dtype), "max": parts.max(0).values, "min": parts.min(0).values}[op]
 
 
@@ -40,8 +40,8 @@ def all_reduces() -> list[str]:
     for count in (1, 5, 64, 1000, 40_003, 300_000):
         for dtype in DTYPES if count == 1000 else (torch.float32, torch.bfloat16):
             for op in ("sum", "max", "min", "avg") if count in (5, 1000) else ("sum",):
-                if op == "avg" and dtype in (torch.bfloat16, torch.float16):
-                    continue  # rounded twice: not exact
+                if op == "avg" and dtype not in (torch.float32, torch.float64):
+                    continue  # refused for integers; rounded, so not exact, for others
                 expected = reduced(group.size, count, dtype, op)
                 mine = data(group.rank, count, dtype)
                 out = torch.full_like(mine, 77)
@@ -87,6 +87,11 @@ def the_others() -> list[str]:
             at_root = rank == root
             expect(f"reduce {rows} {root}", co.reduce(mine, root=root), total if at_root else None)
             expect(f"gather {rows} {root}", co.gather(mine, root=root), every if at_root else None)
+            kept = co.reduce(mine, root=root, out=mine.clone() if at_root else None)
+            own = mine.clone()
+            expect(
+                f"reduce into the input {rows} {root}", co.reduce(own, root=root, out=own if at_root else None), kept
+            )
             out = torch.full((rows, width), 9.0)
             scattered = co.scatter(every if at_root else None, out=out, root=root)
             expect(f"scatter {rows} {root}", scattered, mine)
@@ -144,6 +149,8 @@ def refusals() -> list[str]:
     for attempt in (
         lambda: co.all_reduce(torch.ones(3), op="product"),
         lambda: co.all_reduce(torch.ones(3, dtype=torch.bool)),
+        lambda: co.all_reduce(torch.ones(3, dtype=torch.int32), op="avg"),
+        lambda: co.all_reduce(torch.ones(3, requires_grad=True)),
         lambda: co.all_reduce(torch.ones(3), out=torch.ones(4)),
         lambda: co.all_to_all(torch.ones(2 * ut.init().size + 1, 2)),
         lambda: co.broadcast(torch.ones(3), root=9),
@@ -267,3 +274,45 @@ def across_named_nodes() -> tuple[list[int], list[str], list[str]]:
     os.environ["UNDERTOW_NODE"] = f"node {int(os.environ['RANK']) // 2}"
     group = ut.init()
     return list(group.nodes), all_reduces(), the_others()
+
+
+def disagreements() -> list[str]:
+    """Calls that look alike but are not: told to all ranks, before anything moves."""
+    group = ut.init()
+    said = []
+    for attempt in (
+        lambda: co.broadcast(torch.ones(3), root=group.rank),
+        lambda: co.reduce_scatter(torch.ones((4, 3) if group.rank else (3, 4))),
+        lambda: co.all_reduce(torch.ones(3), out=torch.ones(3) if group.rank else None),
+        lambda: co.all_gather(torch.ones(2), rows=[2, 2 + group.rank] if group.rank == 0 else [1, 2]),
+    ):
+        try:
+            attempt()
+            said.append("nothing")
+        except UndertowError as error:
+            said.append(type(error).__name__)
+    return said
+
+
+def largest_with_nan() -> list[bool]:
+    """NaN wins in max and min wherever it stands, as in torch."""
+    group = ut.init()
+    found = []
+    for op in ("max", "min"):
+        for nan_rank in range(group.size):
+            tensor = torch.full((64,), float("nan") if group.rank == nan_rank else 1.0)
+            found.append(bool(co.all_reduce(tensor, op=op).isnan().all()))
+    return found
+
+
+def remade_group() -> list[bool]:
+    """torch.distributed made anew under the same name: nothing of the old group is used."""
+    found = []
+    for _ in range(2):
+        group = ut.init()
+        for _ in range(3):
+            tensor = data(group.rank, 500, torch.float32)
+            co.all_reduce(tensor)
+            found.append(tensor.equal(reduced(group.size, 500, torch.float32, "sum")))
+        ut.shutdown()
+    return found

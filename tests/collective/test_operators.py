@@ -33,6 +33,9 @@ def test_refusals_name_the_argument() -> None:
             "op is 'product', but must be one of sum, avg, max, min.",
             "tensor is of torch.bool, but must be one of float64, float32, bfloat16, float16, int64, int32, int16,"
             " int8, uint8 to be reduced.",
+            "op is 'avg', but must be sum, max or min for torch.int32.",
+            "tensor is a tensor that requires a gradient, but must be detached, or the call under torch.no_grad():"
+            " collectives have no backward yet.",
             "out is [4] torch.float32 on cpu, but must be [3] torch.float32 on cpu.",
             "tensor is of 5 rows, but must be a multiple of the 2 ranks, or rows given.",
             "root is 9, but must be between 0 and 1.",
@@ -76,3 +79,18 @@ def test_the_same_calls_across_nodes() -> None:
     for nodes, reduced, others in ut.launch(targets.across_named_nodes, 4, device="cpu"):
         assert nodes == [0, 0, 1, 1]
         assert (reduced, others) == ([], [])
+
+
+def test_calls_that_differ_between_ranks_are_refused_on_all() -> None:
+    for said in ut.launch(targets.disagreements, 2, device="cpu"):
+        assert said == ["MismatchedCall"] * 4
+
+
+def test_nan_survives_max_and_min() -> None:
+    for found in ut.launch(targets.largest_with_nan, 3, device="cpu"):
+        assert all(found)
+
+
+def test_a_group_made_again() -> None:
+    for found in ut.launch(targets.remade_group, 2, device="cpu"):
+        assert found == [True] * 6

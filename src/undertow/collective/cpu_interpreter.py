@@ -52,7 +52,7 @@ from .schedule import END, MOVE, NEEDED, READY
 
 DONE, SLICE_OVER, ABORTED = 0, 1, 2
 FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64, UINT8, INT8, INT16 = range(9)
-SUM, MAX, MIN, AVERAGE = range(4)
+SUM, MAX, MIN = range(3)
 WORD = 128  # bytes between two semaphores
 BLOCK = 2048  # elements summed before they are stored: stays in the first-level cache
 STATE_ROW = 4  # instruction (-1: over), iteration, waits and pieces of it that are over
@@ -108,10 +108,14 @@ def _bits_float(typing_context: Any, bits: Any) -> Any:
 def _accumulate(total, part, count, operation):
     if operation == MAX:
         for index in range(count):
-            total[index] = max(total[index], part[index])
+            value = part[index]
+            if value > total[index] or value != value:  # NaN stays, as in torch
+                total[index] = value
     elif operation == MIN:
         for index in range(count):
-            total[index] = min(total[index], part[index])
+            value = part[index]
+            if value < total[index] or value != value:
+                total[index] = value
     else:
         for index in range(count):
             total[index] += part[index]
@@ -339,7 +343,7 @@ def run(
                     state[at + 2] += 1
                 if not blocked and kind == READY:
                     seen = load_acquire(np.uintp(parcels + code[row + 1] * WORD))
-                    if np.int32(seen) < np.int32(parcel_target):
+                    if np.int32(np.int32(seen) - np.int32(parcel_target)) < 0:
                         blocked = True
                 if not blocked and state[LOG]:
                     started = _now(stamp)

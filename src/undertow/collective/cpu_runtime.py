@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, RankLost
 from ..fabric import timeline
 from ..fabric.base import SymmetricBuffer
 from ..fabric.flight import FlightRing
@@ -21,6 +22,7 @@ from .bind import FIRST_WORKSPACE, MY_INPUT, MY_OUTPUT, Bound, bind, most_semaph
 if TYPE_CHECKING:
     from ..fabric.cpu import CpuFabric
     from ..fabric.flight_writer import Text
+    from ..fabric.group import Group
     from .schedule import Schedule
 
 STRIDE = 128 << 10  # bytes of a staged chunk: what a few ranks stage stays in the second-level caches
@@ -49,6 +51,9 @@ class CpuExecutable:
             )
         self.schedule = schedule
         self.stride = stride - stride % (16 * schedule.instances)
+        if self.stride < 1:
+            must = f"at least {16 * schedule.instances} bytes for {schedule.instances} instances"
+            raise InvalidArgument(argument="stride", was=stride, must=must)
         self._group = group
         self._bound: dict[tuple[object, ...], Bound] = {}
         words = max(1, most_semaphores(schedule))
@@ -89,14 +94,22 @@ class CpuExecutable:
             self._set_remote(source, out)
         recorder = timeline.current()
         log = self._begin_log(bound) if recorder is not None else None
-        self._complete(bound, True, parcels, tiles)
+        try:
+            with self.whole():
+                self._complete(bound, True, parcels, tiles)
+        finally:
+            self._state[interpreter.LOG] = 0  # the log is about to go
         if recorder is not None and log is not None:
             self._end_log(recorder, log)
+
+    def whole(self) -> Whole:
+        """Around a call: whatever interrupts it ends the group, as others have counted on posts that will not come."""
+        return Whole(self._group)
 
     def _complete(self, bound: Bound, fresh: bool, parcels: tuple[int, int] = (0, 0), tiles: int = 0) -> None:
         """Run, or go on running, until the call is over, the group has failed or the deadline has passed."""
         abort = self._group.abort_address
-        began = 0.0
+        began, stood = 0.0, b""
         while True:
             status = interpreter.run(
                 bound.code, self._bases, self._state, self._semaphores, bound.iterations, abort, self._spins,
@@ -106,7 +119,8 @@ class CpuExecutable:
                 return
             fresh = False
             self._group.check()
-            began = began or time.monotonic()
+            if self._state.tobytes() != stood:
+                began, stood = time.monotonic(), self._state.tobytes()
             if time.monotonic() - began > self._group.deadline:
                 waited = f"a collective stood still for {self._group.deadline:g} s"
                 self._group.fail(self._group.why_waiting(None, waited))
@@ -129,7 +143,6 @@ class CpuExecutable:
 
     def _end_log(self, recorder: timeline.Recorder, log: NDArray[np.int64]) -> None:
         """What each worker did when, as rows of the timeline: they proceed independently, and here it shows."""
-        self._state[interpreter.LOG] = 0
         mine = self.schedule.workers_of(self._group.rank)
         first = [int(self.schedule.worker_start[worker]) for worker in mine]
         sizes = [int(self.schedule.worker_start[worker + 1]) - begin for worker, begin in zip(mine, first, strict=True)]
@@ -175,6 +188,25 @@ class CpuExecutable:
             self._workspace.release()
 
 
+class Whole:
+    """Fails the group if what it brackets does not come to its end."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None and not self._group.failed:
+            reason = f"a collective was interrupted by {kind.__name__}"
+            self._group.fail(RankLost(rank=self._group.rank, group=self._group.name, reason=reason))
+
+
 class Prepared:
     """See `CpuExecutable.prepare`. The caller holds the group's lock and has checked the tensors."""
 
@@ -191,6 +223,10 @@ class Prepared:
         words[interpreter.RING_AT : interpreter.TICKET] = ring, text.address, text.length
         self._executable, self.bound, self._words, self._keep = executable, bound, words, (arrays, text)
         self.frame = int(words.ctypes.data)
+
+    def whole(self) -> Whole:
+        """As `CpuExecutable.whole`."""
+        return self._executable.whole()
 
     def complete(self) -> None:
         """Go on with a call that did not end in its first slice; its record ends here."""

@@ -31,6 +31,7 @@ from ..fabric.base import Handoffs, SymmetricBuffer
 from ..fabric.net import NetLane
 from . import lane_plan as plan
 from .bind import FIRST_WORKSPACE, SCRATCH, bind, waits_for_kernels, workspace_bytes
+from .cpu_runtime import Whole
 from .lane_plan import Operand, Rows
 from .lane_sum import CTAS, OPERATIONS, Sum
 
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 STRIDE = 1 << 20  # bytes of a message: transfers cost tens of microseconds to begin
 _MOST = 8 << 20  # what the staged dma lane holds of a message before its receiver comes
+_KEPT = 512  # walks: sizes may differ from call to call
 _WORKSPACE, _SPARE = FIRST_WORKSPACE, FIRST_WORKSPACE + 1  # bases, after source and out
 
 
@@ -143,6 +145,8 @@ class LaneExecutable:
         key = (tuple(span_lengths), dtype)
         bound = self._bound.get(key)
         if bound is None:
+            if len(self._bound) >= _KEPT:
+                self._bound.clear()
             bound = self._bound[key] = self._bind(span_lengths, dtype.itemsize)
         for (name, tensor), needed in zip(given.items(), bound.needs, strict=True):
             if tensor.numel() < needed or tensor.dtype != dtype:
@@ -153,10 +157,11 @@ class LaneExecutable:
         spare = self._spare.view(dtype)
         local = given["source"] if space is None else space.local
         bases = (given["source"], given["out"], local, spare)
-        for iteration in range(bound.iterations):
-            self._iterate(bound, iteration, bases, space, operation)
-        self._flush(plan.NEAR)
-        self._flush(plan.FAR)
+        with Whole(self._group):
+            for iteration in range(bound.iterations):
+                self._iterate(bound, iteration, bases, space, operation)
+            self._flush(plan.NEAR)
+            self._flush(plan.FAR)
 
     def close(self) -> None:
         """Free the hand-offs and the workspace. No rank may be in a call any more."""

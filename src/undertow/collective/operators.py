@@ -17,12 +17,14 @@ Every call is collective: all ranks of the group make it, in the same order, wit
 from __future__ import annotations
 
 import functools
-import weakref
+import threading
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 
 from .. import settings
 from ..errors import InvalidArgument
@@ -40,10 +42,7 @@ from .selection import Choice, choose
 from .topology import Topology
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
-
-    from ..fabric.base import Fabric
 
     AnyGroup = Group | dist.ProcessGroup | DeviceMesh | None
 
@@ -53,7 +52,6 @@ _REDUCIBLE = (
     torch.uint8,
 )  # fmt: skip
 _KNOWN = 1024  # kinds of calls: sizes may differ from call to call
-_executables: weakref.WeakKeyDictionary[Fabric, dict[int, Executable]] = weakref.WeakKeyDictionary()
 
 
 def all_reduce(
@@ -66,17 +64,20 @@ def all_reduce(
 ) -> torch.Tensor:
     """out = the sum (or other `op`) of every rank's `tensor`; in place unless `out` is given."""
     if out is None or out is tensor:
-        known = _known.get((group, program, op, tensor.dtype, tensor.numel()))
+        known = _known.get((group or dist.group.WORLD, program, op, tensor.dtype, tensor.numel()))
         if known is not None and known.run(tensor):
             return tensor
     on = as_group(group)
     _check_tensor("tensor", tensor, on)
     _check_operation(op, tensor)
     result = tensor if out is None else _checked_out(out, tensor, tuple(tensor.shape))
-    _run("all_reduce", on, tensor, result, [tensor.numel()], op, program)
     if op == "avg":
-        _divide(result, on.size)
-    elif result is tensor:
+        wide = _wide(tensor)
+        _run("all_reduce", on, wide, wide, [tensor.numel()], op, program)
+        result.copy_(wide.div_(on.size))
+        return result
+    _run("all_reduce", on, tensor, result, [tensor.numel()], op, program)
+    if result is tensor:
         _remember(group, program, op, tensor, on)
     return result
 
@@ -116,9 +117,10 @@ def reduce_scatter(
     start, stop = shards[on.rank]
     width = _width(tensor)
     result = _output(out, tensor, (stop - start, *tensor.shape[1:]))
-    _run("reduce_scatter", on, tensor, result, [(end - begin) * width for begin, end in shards], op, program)
+    given, total = (_wide(tensor), _wide(result)) if op == "avg" else (tensor, result)
+    _run("reduce_scatter", on, given, total, [(end - begin) * width for begin, end in shards], op, program)
     if op == "avg":
-        _divide(result, on.size)
+        result.copy_(total.div_(on.size))
     return result
 
 
@@ -142,7 +144,7 @@ def all_to_all(
         raise InvalidArgument(argument="rows", was=mine, must=must)
     table = [mine] * on.size
     if rows is not None:  # everybody's, as everybody must run the same number of iterations
-        said = all_gather(torch.tensor(mine, dtype=torch.int64), group=on)
+        said = all_gather(torch.tensor(mine, dtype=torch.int64, device=on.device), group=on)
         table = [[int(one) for one in row] for row in said.view(on.size, on.size)]
     width = _width(tensor)
     result = _output(out, tensor, (sum(row[on.rank] for row in table), *tensor.shape[1:]))
@@ -176,9 +178,10 @@ def reduce(
     _check_operation(op, tensor)
     _check_root(root, on)
     result = _output(out, tensor, tuple(tensor.shape)) if on.rank == root else tensor.new_empty(tensor.shape)
-    _run("reduce", on, tensor, result, [tensor.numel()], op, program, root)
+    given, total = (_wide(tensor), _wide(result)) if op == "avg" else (tensor, result)
+    _run("reduce", on, given, total, [tensor.numel()], op, program, root)
     if op == "avg" and on.rank == root:
-        _divide(result, on.size)
+        result.copy_(total.div_(on.size))
     return result if on.rank == root else None
 
 
@@ -241,15 +244,19 @@ def _run(
     program: Program | None,
     root: int = 0,
 ) -> None:
-    """One checked schedule, on contiguous memory. In place only if both are one tensor: all ranks must see it alike."""
-    given, in_place = out, source is out
+    """One checked schedule, on contiguous memory.
+
+    In place only where every rank has a result and all of them see alike whether it is the input: a rank that ran
+    another program than the others would never meet them.
+    """
+    given, in_place = out, source is out and collective in ("all_reduce", "broadcast")
     if not in_place and source.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
         source = source.clone()
-    source = source.contiguous()
+    source = source.resolve_conj().resolve_neg().contiguous()
     if in_place or not out.is_contiguous():
         out = source if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     nbytes = sum(spans) * source.element_size()
-    kind = _kind(collective, nbytes, source.dtype, in_place, op, program, root, on.device.type, on.nodes)
+    kind = _kind(collective, tuple(spans), source.dtype, in_place, op, program, root, on.device.type, on.nodes)
     with on.call(collective, kind.shape, kind.plan):
         if nbytes:
             run = _executable(on, kind)
@@ -270,17 +277,23 @@ class _Known:
     def run(self, tensor: torch.Tensor) -> bool:
         """Whether it could be done this way."""
         group = self._group
-        if group.closed or group.failed or timeline.current() is not None:
+        if timeline.current() is not None or not (tensor.is_cpu and tensor.is_contiguous()):
             return False
-        if not (tensor.is_cpu and tensor.is_contiguous()):
+        if tensor.requires_grad or tensor.is_neg():
             return False
         address = tensor.data_ptr()
         with group.lock:
+            if group.closed or group.failed:  # a closed one has given its memory back
+                return False
             group.calls += 1
-            if perform(self._prepared.frame, address, address, group.calls) != DONE:
-                with group.fabric.guarded_call((tensor,)):
+            with group.fabric.guarded_call((tensor,)), self._prepared.whole():
+                if perform(self._prepared.frame, address, address, group.calls) != DONE:
                     self._prepared.complete()
         return True
+
+    @property
+    def over(self) -> bool:
+        return self._group.closed or self._group.failed
 
 
 _known: dict[tuple[object, ...], _Known] = {}
@@ -290,14 +303,19 @@ def _remember(group: AnyGroup, program: Program | None, op: str, tensor: torch.T
     """Next time shorter, where the interpreter of this process runs it and nobody asked for checks at every call."""
     if settings.CHECK.is_on() or tensor.numel() == 0 or on.device.type != "cpu":
         return
-    kind = _kind("all_reduce", tensor.nbytes, tensor.dtype, True, op, program, 0, on.device.type, on.nodes)
-    run = _executables[on.fabric].get(kind.number)
+    if not (group is None or isinstance(group, (Group, dist.ProcessGroup))):  # a mesh may equal another one
+        return
+    for dead in [key for key, known in _known.items() if known.over]:
+        del _known[dead]
+    spans = (tensor.numel(),)
+    kind = _kind("all_reduce", spans, tensor.dtype, True, op, program, 0, on.device.type, on.nodes)
+    run = on.fabric.kept.get(kind.number)
     if isinstance(run, CpuExecutable):
         text = call_text(on.name, kind.collective, kind.shape, kind.plan)
         if len(_known) >= _KNOWN:
             _known.clear()
         made = _Known(on, run.prepare(tensor.dtype, [tensor.numel()], op, text))
-        _known[group, program, op, tensor.dtype, tensor.numel()] = made
+        _known[group or dist.group.WORLD, program, op, tensor.dtype, tensor.numel()] = made
 
 
 class _Kind(NamedTuple):
@@ -314,12 +332,13 @@ class _Kind(NamedTuple):
 
 
 _numbers: dict[tuple[object, ...], int] = {}
+_numbers_lock = threading.Lock()
 
 
 @functools.lru_cache(maxsize=1024)
 def _kind(
     collective: str,
-    nbytes: int,
+    spans: tuple[int, ...],
     dtype: torch.dtype,
     in_place: bool,
     op: str,
@@ -328,17 +347,23 @@ def _kind(
     device: str,
     nodes: list[int] | tuple[int, ...],
 ) -> _Kind:
-    choice = choose(collective, nbytes, in_place, device, Topology(tuple(nodes)))
+    """The words say all that ranks must agree on: they compare them, and one that means something else is told so."""
+    nbytes = sum(spans) * dtype.itemsize
+    choice = choose(collective, nbytes, device, Topology(tuple(nodes)))
     chosen = LIBRARY[choice.program] if program is None else program
-    number = _numbers.setdefault((chosen, replace(choice, up_to=0), in_place, root), len(_numbers))
-    shape = f"{nbytes} bytes, {str(dtype).removeprefix('torch.')}"
-    return _Kind(collective, chosen, choice, in_place, root, shape, f"{chosen.name} {op}", number)
+    with _numbers_lock:
+        number = _numbers.setdefault((chosen, replace(choice, up_to=0), in_place, root), len(_numbers))
+    cut = zlib.crc32(repr(spans).encode())
+    shape = f"{nbytes} bytes cut {cut:08x}, {str(dtype).removeprefix('torch.')}, {'in place' if in_place else 'apart'}"
+    # Gloo ends a process whose messages differ from what it expects, so there ranks compare more often.
+    lane = ":net" if len(set(nodes)) > 1 else ""
+    plan = f"{chosen.name} {chosen.signature} {op} to {root}{lane}"
+    return _Kind(collective, chosen, choice, in_place, root, shape, plan, number)
 
 
 def _executable(on: Group, kind: _Kind) -> Executable:
     fabric = on.fabric
-    held = _executables.setdefault(fabric, {})
-    found = held.get(kind.number)
+    found = cast("Executable | None", fabric.kept.get(kind.number))
     if found is None:
         if kind.program.collective != kind.collective:
             was, must = f"{kind.program.name}, for {kind.program.collective}", f"a program for {kind.collective}"
@@ -353,7 +378,7 @@ def _executable(on: Group, kind: _Kind) -> Executable:
             slots=choice.slots, depth=choice.depth, workers=choice.workers, instances=instances,
             packets=choice.packets,
         )  # fmt: skip
-        found = held[kind.number] = executable(fabric, schedule, choice.stride)
+        found = fabric.kept[kind.number] = executable(fabric, schedule, choice.stride)
     return found
 
 
@@ -362,11 +387,9 @@ def _width(tensor: torch.Tensor) -> int:
     return tensor[0].numel() if tensor.shape[0] else int(torch.empty(tensor.shape[1:], device="meta").numel())
 
 
-def _divide(tensor: torch.Tensor, ranks: int) -> None:
-    if tensor.is_floating_point():
-        tensor.div_(ranks)
-    else:
-        tensor.div_(ranks, rounding_mode="trunc")
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in which a sum of many neither overflows nor is rounded before it is divided."""
+    return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
 
 
 def _output(out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -396,6 +419,8 @@ def _check_root(root: int, on: Group) -> None:
 def _check_operation(op: str, tensor: torch.Tensor) -> None:
     if op not in OPERATIONS:
         raise InvalidArgument(argument="op", was=repr(op), must=f"one of {', '.join(OPERATIONS)}")
+    if op == "avg" and not tensor.is_floating_point():
+        raise InvalidArgument(argument="op", was="'avg'", must=f"sum, max or min for {tensor.dtype}")
     if tensor.dtype not in _REDUCIBLE:
         must = ", ".join(str(one).removeprefix("torch.") for one in _REDUCIBLE)
         raise InvalidArgument(argument="tensor", was=f"of {tensor.dtype}", must=f"one of {must} to be reduced")
@@ -404,6 +429,9 @@ def _check_operation(op: str, tensor: torch.Tensor) -> None:
 def _check_tensor(name: str, tensor: torch.Tensor, on: Group, matrix: bool = False) -> None:
     if tensor.device != on.device:
         raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {on.device}")
+    if tensor.requires_grad and torch.is_grad_enabled():
+        must = "detached, or the call under torch.no_grad(): collectives have no backward yet"
+        raise InvalidArgument(argument=name, was="a tensor that requires a gradient", must=must)
     if matrix and tensor.dim() == 0:
         raise InvalidArgument(argument=name, was="a single number", must="a tensor of rows")
 

@@ -1,4 +1,4 @@
-"""A schedule: what a program compiles to, for all ranks. Arrays of integers; immutable, hashable by content.
+"""A schedule: what a program compiles to, for all ranks. Arrays of integers; immutable, told apart by `digest`.
 
 Each rank has *workers*. A worker runs its instructions in order, once for every *iteration* of a call (long chunks are
 cut into tiles, one tile an iteration), and knows of other workers only through *semaphores*. The IR has four verbs:

@@ -7,7 +7,7 @@ cross the slow link least are taken, at any size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from ..errors import InvalidArgument
@@ -48,11 +48,10 @@ CPU: dict[str, tuple[Choice, ...]] = {
 # On a GPU the same programs run on as many CTAs as hide a memory's latency; not measured yet.
 CUDA = {name: (Choice(inf, program, instances=16),) for name, program in _PROGRAMS.items()}
 NODES = {"all_reduce": "hierarchical", "all_gather": "all_gather_hierarchical", "all_to_all": "all_to_all_two_step"}
-IN_PLACE_INSTEAD = {"all_to_all_direct": "all_to_all_swap"}
 
 
-def choose(collective: str, nbytes: int, in_place: bool, device: str, topology: Topology) -> Choice:
-    """The entry for `nbytes`; programs that cannot work in place are replaced by their sibling that can."""
+def choose(collective: str, nbytes: int, device: str, topology: Topology) -> Choice:
+    """The entry for `nbytes`."""
     table = CUDA if device == "cuda" else CPU
     if collective not in table:
         raise InvalidArgument(argument="collective", was=repr(collective), must=f"one of {', '.join(table)}")
@@ -60,8 +59,6 @@ def choose(collective: str, nbytes: int, in_place: bool, device: str, topology: 
     nodes = topology.members
     if len(nodes) > 1 and collective in NODES and len({len(one) for one in nodes}) == 1 and _in_order(topology):
         choice = Choice(inf, NODES[collective])
-    if in_place:
-        choice = replace(choice, program=IN_PLACE_INSTEAD.get(choice.program, choice.program))
     return choice
 
 

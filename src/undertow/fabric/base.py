@@ -95,7 +95,13 @@ def _retyped(view: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def poison(tensor: torch.Tensor) -> None:
     """Fill with what no right result looks like: NaN, or the least integer."""
-    tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min)
+    with torch.no_grad():
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        elif tensor.dtype == torch.bool:  # no value is wrong in itself
+            tensor.fill_(True)
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).min)
 
 
 class _Guard:
@@ -316,6 +322,7 @@ class Fabric(ABC):
         self._lanes: dict[str, Lane] = {}
         self._bandwidths: dict[tuple[str, int], float] = {}
         self._lock = threading.RLock()
+        self.kept: dict[int, object] = {}  # what those above keep with this fabric, and lose with it
 
     # -- memory --------------------------------------------------------------------------------------------------
 
@@ -474,3 +481,4 @@ class Fabric(ABC):
                 buffer.release()
             self._lanes.clear()
             self._workspaces.clear()
+            self.kept.clear()

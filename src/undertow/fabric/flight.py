@@ -141,10 +141,6 @@ class FlightRing:
     def _integer(self, offset: int) -> int:
         return int(_INTEGER.unpack_from(self._bytes, offset)[0])
 
-    @staticmethod
-    def _offset(ticket: int) -> int:
-        return HEADER_BYTES + (ticket - 1) % RECORDS * RECORD_BYTES
-
 
 def write_flight_record(where: str | Path | None, rings: Mapping[int, FlightRing], cause: str) -> Path:
     """Write the calls of every rank as JSON and return the file.
