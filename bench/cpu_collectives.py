@@ -501,7 +501,7 @@ def main() -> int:
         "--limit", type=float, default=LIMIT_SECONDS, help="seconds that no round may exceed, the first excepted"
     )
     parser.add_argument("--patience", type=float, default=REPEAT_SECONDS, help="seconds for repeating disturbed jobs")
-    parser.add_argument("--mpi-python", type=Path, default=Path("/tmp/mpi-venv/bin/python"), help="has mpi4py")
+    parser.add_argument("--mpi-python", type=Path, default=Path("python3"), help="has mpi4py")
     parser.add_argument("--search-mpi", action="store_true", help="first look for the best settings of Open MPI")
     parser.add_argument("--out", nargs="?", type=Path, const=named, help=f"write JSON; without a value to {named}")
     options = parser.parse_args()

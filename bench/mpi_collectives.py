@@ -1,6 +1,6 @@
 """The workload of `cpu_collectives.py`, and its Open MPI party: one rank of an mpirun job.
 
-    mpirun -n 4 /tmp/mpi-venv/bin/python -m mpi4py bench/mpi_collectives.py '{"collective": "all_reduce", ...}'
+    mpirun -n 4 python3 -m mpi4py bench/mpi_collectives.py '{"collective": "all_reduce", ...}'
 
 The workload is here because this file needs NumPy only: the Python that has mpi4py need not have torch. `bytes` is the
 larger side of a call, per rank:
