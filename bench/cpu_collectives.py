@@ -272,7 +272,7 @@ class MpiRunner:
     def refuse_if_missing(self) -> None:
         if shutil.which("mpirun") is None:
             raise PartyFailed("no mpirun here (Debian: openmpi-bin and libopenmpi-dev)")
-        if not self.python.exists():
+        if shutil.which(self.python) is None:
             raise PartyFailed(f"{self.python} is missing (a venv with mpi4py and numpy; see --mpi-python)")
         tried = subprocess.run([self.python, "-c", "import mpi4py.MPI, numpy"], capture_output=True, text=True)
         if tried.returncode != 0:
