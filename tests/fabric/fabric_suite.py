@@ -346,6 +346,8 @@ def _proxy_round_trip(group: ut.Group, lane: str, post: Callable[[Proxy, Post], 
     for peer in range(group.size):
         if peer != group.rank:
             proxy.wait(peer, 9, sender=peer)
+            group.fabric.settle()
+            group.check()  # an aborted wait returns: say why, not that bytes are missing
             want = torch.arange(9000, dtype=torch.int32, device=group.device).view(9, 1000) + peer
             assert torch.equal(target.local[peer], want), (lane, peer)
     settle(group)

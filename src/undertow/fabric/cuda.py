@@ -36,6 +36,7 @@ class CudaFabric(Fabric):
         self.device = group.device
         self.guard = StreamGuard(group)
         self._streams: dict[tuple[str, int], CudaStream] = {}
+        self._flags: list[CudaSignals] = []
         properties = torch.cuda.get_device_properties(self.device)
         self.multiprocessors = int(properties.multi_processor_count)
         devices = group.exchange(str(properties.uuid), "which GPUs ranks have")
@@ -125,6 +126,7 @@ class CudaFabric(Fabric):
         bases = [words.address + rank * count * WORD_STRIDE for rank in range(self.group.size)]
         made = CudaSignals(self, bases, count, owner=words)
         self._signals.add(made)
+        self._flags.append(made)  # whoever drops them says nothing about streams: they stay pinned until released
         return made
 
     def lanes(self) -> dict[str, str]:
@@ -168,6 +170,7 @@ class CudaFabric(Fabric):
         self.guard.close()
         self._streams.clear()
         super().close()
+        self._flags.clear()
 
 
 class CudaSignals(Signals):
