@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from .fabric.launch import launch
     from .fabric.memory import memory, reserve
     from .fabric.registry import as_group, init, shutdown
+    from .ops.all_gather_matmul import all_gather_matmul
     from .ops.explain import explain
     from .ops.matmul_all_reduce import matmul_all_reduce
+    from .ops.matmul_all_to_all import matmul_all_to_all
+    from .ops.matmul_reduce_scatter import matmul_reduce_scatter
     from .plan.plan import Plan
 
 __version__ = "0.1.0"
@@ -22,11 +25,14 @@ __all__ = [
     "Group",
     "Plan",
     "UndertowError",
+    "all_gather_matmul",
     "as_group",
     "explain",
     "init",
     "launch",
     "matmul_all_reduce",
+    "matmul_all_to_all",
+    "matmul_reduce_scatter",
     "memory",
     "reserve",
     "shutdown",
@@ -36,11 +42,14 @@ _HOMES = {
     "Group": ".fabric.group",
     "Plan": ".plan.plan",
     "UndertowError": ".errors",
+    "all_gather_matmul": ".ops.all_gather_matmul",
     "as_group": ".fabric.registry",
     "explain": ".ops.explain",
     "init": ".fabric.registry",
     "launch": ".fabric.launch",
     "matmul_all_reduce": ".ops.matmul_all_reduce",
+    "matmul_all_to_all": ".ops.matmul_all_to_all",
+    "matmul_reduce_scatter": ".ops.matmul_reduce_scatter",
     "memory": ".fabric.memory",
     "reserve": ".fabric.memory",
     "shutdown": ".fabric.registry",

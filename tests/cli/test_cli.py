@@ -182,7 +182,7 @@ def test_run_ends_cleanly_when_told_to(
 
 # -- demo ------------------------------------------------------------------------------------------------------------
 
-STRATEGIES = [f"{grain}:{lane}" for lane in ("net", "peer", "dma", "dma (paced)") for grain in ("serial", "chunked")]
+STRATEGIES = [f"{grain}:{lane}" for lane in ("net", "peer", "dma", "dma (paced)") for grain in ("serial", "chunked", "signaled")]
 
 
 def test_demo(environment: dict[str, str], tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import undertow as ut
 from undertow import errors
-from undertow.collective.direct import all_reduce
 from undertow.fabric.proxy import Post, Proxy
+from undertow.ops.alone import all_reduce
 from undertow.ops.matmul_all_reduce import reference
 
 CHECK_SECONDS = 120
@@ -223,12 +223,11 @@ def lanes_refuse_wrong_ranges(group: ut.Group) -> None:
 @check
 def all_reduce_is_exact_on_every_lane(group: ut.Group) -> None:
     for name in ("net", "peer", "dma"):
-        lane = group.fabric.lane(name)
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             for count in (1, group.size - 1, 1000, 65537):
                 parts = [integers((count,), 100 * rank + count, dtype, group.device) for rank in range(group.size)]
                 tensor = parts[group.rank].clone()
-                all_reduce(group.fabric, lane, tensor)
+                all_reduce(group.fabric, name, tensor)
                 assert torch.equal(tensor, torch.stack(parts).float().sum(0).to(dtype)), (name, dtype, count)
 
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from .direct import ordered_sum
-
 CTAS = 16
 _TORCH: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add, "avg": torch.add, "max": torch.maximum, "min": torch.minimum,
 }  # fmt: skip
 OPERATIONS = tuple(_TORCH)
 _HALVES = (torch.float16, torch.bfloat16)
+_ACCUMULATE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _KERNEL_TYPES = (*_HALVES, torch.float32, torch.int32)
 
 
@@ -93,3 +92,11 @@ class Sum:
             out, parts[0], out.numel(), distance // size, len(parts), 16 if aligned else size, move.SUM_BLOCK,
             num_warps=move.SUM_WARPS,
         )  # fmt: skip
+
+
+def ordered_sum(out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """out = parts[0] + parts[1] + ..., in that order on every rank; 16-bit types in fp32. `out` may be a part."""
+    total = parts[0].to(_ACCUMULATE.get(out.dtype, out.dtype), copy=True)
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)

@@ -133,8 +133,8 @@ class Signals(ABC):
         """Add to `rank`'s counter. Releases: stores made before are visible to whoever waits for it."""
 
     @abstractmethod
-    def set(self, rank: int, index: int, value: int) -> None:
-        """Set `rank`'s counter. Releases, as `add`."""
+    def set(self, rank: int, index: int, value: int, releases: bool = True) -> None:
+        """Set `rank`'s counter. Releases, as `add`; or only together with the next one of the caller that does."""
 
     @abstractmethod
     def wait(self, index: int, target: int, sender: int | None = None) -> None:
@@ -187,7 +187,8 @@ class Handoffs:
 
     def claim(self, receiver: int, slot: int) -> None:
         self._signals.wait(self._empty(receiver, slot), 1, sender=receiver)
-        self._signals.set(self._rank, self._empty(receiver, slot), 0)
+        # Nobody looks at it before `deliver`, which releases this too.
+        self._signals.set(self._rank, self._empty(receiver, slot), 0, releases=False)
 
     def deliver(self, receiver: int, slot: int) -> None:
         self._signals.set(receiver, self._full(self._rank, slot), 1)
@@ -196,8 +197,8 @@ class Handoffs:
         self._signals.wait(self._full(sender, slot), 1, sender=sender)
 
     def free(self, sender: int, slot: int) -> None:
-        self._signals.set(self._rank, self._full(sender, slot), 0)
-        self._signals.set(sender, self._empty(self._rank, slot), 1)
+        self._signals.set(self._rank, self._full(sender, slot), 0, releases=False)
+        self._signals.set(sender, self._empty(self._rank, slot), 1)  # releases both the reading and the word above
 
     def _full(self, sender: int, slot: int) -> int:
         """Lives at the receiver."""
@@ -220,25 +221,35 @@ class Handoffs:
 class Outgoing:
     """One message: contiguous `source` to elements [start, start + source.numel()) of `peer`'s `buffer`.
 
-    `peer` is another rank: lanes do not carry messages to oneself.
+    `peer` is another rank: lanes do not carry messages to oneself. Where the lane `lands_anywhere`, the receiver says
+    where the bytes go and `buffer` may be None.
     """
 
     peer: int
     source: torch.Tensor
-    buffer: SymmetricBuffer
+    buffer: SymmetricBuffer | None
     start: int
     slot: int
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """One message that `peer` sends: `count` elements from `start` on in my `buffer`."""
+    """One message that `peer` sends: `count` elements from `start` on in my `buffer`, or in contiguous `into`."""
 
     peer: int
-    buffer: SymmetricBuffer
+    buffer: SymmetricBuffer | None
     start: int
     count: int
     slot: int
+    into: torch.Tensor | None = None  # only where the lane `lands_anywhere`
+
+    def place(self) -> torch.Tensor:
+        """Where the bytes go, if the receiver's own copy puts them there."""
+        if self.into is not None:
+            return self.into.view(-1)
+        if self.buffer is None:
+            raise errors.InvalidArgument(argument="buffer", was="None", must="a symmetric buffer, or `into` given")
+        return self.buffer.local.view(-1)[self.start : self.start + self.count]
 
 
 class Lane(ABC):
@@ -250,6 +261,7 @@ class Lane(ABC):
 
     name: str
     emulated = False
+    lands_anywhere = False  # whether the receiver's own copy puts bytes in their place, any memory of its own
 
     @abstractmethod
     def describe(self) -> str:
@@ -273,14 +285,22 @@ class Lane(ABC):
     def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
         """All of these messages; the views that hold what came in. Lanes that can interleave them do."""
         for one in outgoing:
-            self.send(one.peer, one.source, one.buffer, one.start, one.slot)
-        return [self.receive(one.peer, one.buffer, one.start, one.count, one.slot) for one in incoming]
+            self.send(one.peer, one.source, needed(one.buffer), one.start, one.slot)
+        return [self.receive(one.peer, needed(one.buffer), one.start, one.count, one.slot) for one in incoming]
 
     def flush(self) -> None:  # noqa: B027 - nothing to do where `send` completes in order
         """After this, in the caller's order, sources of earlier sends may be overwritten."""
 
     def close(self) -> None:  # noqa: B027 - most lanes own nothing
         """Stop threads, free staging memory."""
+
+
+def needed(buffer: SymmetricBuffer | None) -> SymmetricBuffer:
+    """The buffer of a message whose sender writes to its place."""
+    if buffer is None:
+        must = "a symmetric buffer: on this lane the sender writes to the place"
+        raise errors.InvalidArgument(argument="buffer", was="None", must=must)
+    return buffer
 
 
 class Stream(ABC):
@@ -310,6 +330,7 @@ class Fabric(ABC):
     """Where the ranks of one group meet."""
 
     slots = 8  # hand-off slots between every two ranks, per lane
+    multiprocessors: int  # SMs (on a CPU: threads) that this rank computes with
 
     def __init__(self, group: Group) -> None:
         self.group = group

@@ -31,6 +31,7 @@ class CpuFabric(Fabric):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._streams: dict[str, CpuStream] = {}
+        self.multiprocessors = torch.get_num_threads()
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[list[torch.Tensor | None], object]:
         group = self.group
@@ -111,7 +112,7 @@ class CpuSignals(Signals):
     def add(self, rank: int, index: int, amount: int = 1) -> None:
         atomics.add(self.address(rank, index), amount)
 
-    def set(self, rank: int, index: int, value: int) -> None:
+    def set(self, rank: int, index: int, value: int, releases: bool = True) -> None:
         atomics.store(self.address(rank, index), value)
 
     def wait(self, index: int, target: int, sender: int | None = None) -> None:

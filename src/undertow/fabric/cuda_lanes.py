@@ -23,15 +23,24 @@ if TYPE_CHECKING:
     from .cuda import CudaFabric
 
 PEER_CTAS = 16
-CHUNK_SLOTS = 4
-TURNS = 2  # streams of each direction; divides CHUNK_SLOTS, so that a slot always belongs to one stream
 _OVER = object()
-_FEW_RANKS, _LARGE_CHUNK, _SMALL_CHUNK = 4, 4 << 20, 2 << 20
+_LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 8 << 20
+_FEW_RANKS, _MANY_SLOTS, _FEW_SLOTS = 4, 4, 2
 
 
-def chunk_bytes(ranks: int) -> int:
-    """Large enough to hide the stream operations around a chunk; smaller where many pairs would pin much memory."""
-    return _LARGE_CHUNK if ranks <= _FEW_RANKS else _SMALL_CHUNK
+def chunk_slots(ranks: int) -> int:
+    """Chunks under way between two ranks: fewer where many pairs would pin much memory."""
+    return _MANY_SLOTS if ranks <= _FEW_RANKS else _FEW_SLOTS
+
+
+def chunk_bytes(nbytes: int) -> int:
+    """The chunk of a message, the same on both sides.
+
+    Every chunk costs the engine a pause (about what it copies of 0.7 MB was seen), so small messages go whole: others
+    before and after them keep both directions busy. The copy in runs one chunk behind the copy out, so large messages
+    do not go in larger chunks than a twentieth of what moves in all as a rule.
+    """
+    return min(_MOST_CHUNK, max(_LEAST_CHUNK, nbytes // 2))
 
 
 class PeerLane(Lane):
@@ -112,36 +121,34 @@ class CopyLane(Lane):
 class StagedLane(Lane):
     """Copy engines through pinned host memory: out of the sender, into the receiver, chunk by chunk.
 
-    One pinned segment for the group holds for every (sender, receiver) a ring of CHUNK_SLOTS chunks. Every message
+    One pinned segment for the group holds for every (sender, receiver) a ring of `chunk_slots` chunks. Every message
     starts at chunk slot 0 on both sides, so neither side keeps a position, and a captured message can be replayed.
 
-    Two pairs of streams per rank, out and in, which take chunks in turn: a copy engine pauses around a stream's flags
-    (10 to 20 µs were seen), and meanwhile copies for the other stream. A rank's sends wait only for room, its receives
-    only for bytes; both sides must name their messages in the same order (rank r sends to r+1, r+2, ...; rank r
-    receives from r-1, r-2, ...).
+    Two streams per rank, out and in. A rank's sends wait only for room, its receives only for bytes; both sides must
+    name their messages in the same order (rank r sends to r+1, r+2, ...; rank r receives from r-1, r-2, ...).
     """
 
     name = "dma"
+    lands_anywhere = True
 
     def __init__(self, fabric: CudaFabric) -> None:
         self._size, self._rank, self._device = fabric.group.size, fabric.group.rank, fabric.device
-        self._chunk_bytes = chunk_bytes(self._size)
-        chunks = self._size * (self._size - 1) * CHUNK_SLOTS
-        self._ring = PinnedSegment(fabric.group, max(1, chunks) * self._chunk_bytes, "the staging ring of lane dma")
-        self._pairs = fabric.handoffs(CHUNK_SLOTS)
-        self._out, self._in = (
-            tuple(stream_memory.new_stream(fabric.device, priority=-1) for _ in range(TURNS)) for _ in range(2)
-        )
+        self._slots = chunk_slots(self._size)
+        chunks = self._size * (self._size - 1) * self._slots
+        self._ring = PinnedSegment(fabric.group, max(1, chunks) * _MOST_CHUNK, "the staging ring of lane dma")
+        self._pairs = fabric.handoffs(self._slots)
+        self._out = stream_memory.new_stream(fabric.device, priority=-1)
+        self._in = stream_memory.new_stream(fabric.device, priority=-1)
 
     def describe(self) -> str:
-        return f"copy engines through pinned host memory, chunks of {self._chunk_bytes >> 20} MiB"
+        return f"copy engines through pinned host memory, chunks of up to {_MOST_CHUNK >> 20} MiB"
 
     def _chunk(self, sender: int, receiver: int, slot: int) -> int:
         """Address of a chunk slot in the pinned segment."""
         if sender == receiver:
             raise InvalidArgument(argument="peer", was=sender, must="another rank")
         pair = sender * (self._size - 1) + receiver - (receiver > sender)
-        return self._ring.address + (pair * CHUNK_SLOTS + slot) * self._chunk_bytes
+        return self._ring.address + (pair * self._slots + slot) * _MOST_CHUNK
 
     def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
         self.exchange([Outgoing(peer, source, buffer, start, slot)], [])
@@ -154,65 +161,60 @@ class StagedLane(Lane):
         here = torch.cuda.current_stream(self._device)
         steps: list[Iterator[None]] = []
         if outgoing:
-            _wait_for(self._out, here)
+            self._out.wait_stream(here)
             steps.append(self._chunks_out(outgoing))
-        views = [one.buffer.local.view(-1)[one.start : one.start + one.count] for one in incoming]
+        views = [one.place() for one in incoming]
         if incoming:
-            _wait_for(self._in, here)  # whoever read these places before is done
+            self._in.wait_stream(here)  # whoever read these places before is done
             steps.append(self._chunks_in(incoming, views))
         while steps:
             steps = [step for step in steps if next(step, _OVER) is not _OVER]
         if incoming:
-            for stream in self._in:
-                here.wait_stream(stream)
+            here.wait_stream(self._in)
         return views
 
     def _chunks_out(self, messages: Sequence[Outgoing]) -> Iterator[None]:
+        stream = self._out.cuda_stream
         for one in messages:
-            destination_address(one.buffer, self._rank, one.start, one.source)  # the receiver's is as large as mine
+            if one.buffer is not None:  # the receiver's is as large as mine
+                destination_address(one.buffer, self._rank, one.start, one.source)
             for place, offset, size in self._cut(one.source.nbytes):
-                stream = self._out[place % TURNS]
                 with (
-                    torch.cuda.stream(stream),
+                    torch.cuda.stream(self._out),
                     timeline.event("copy out", engine="dma out", bytes=size, to=one.peer),
                 ):
                     self._pairs.claim(one.peer, place)
                     chunk = self._chunk(self._rank, one.peer, place)
-                    stream_memory.to_host(stream.cuda_stream, chunk, one.source.data_ptr() + offset, size)
+                    stream_memory.to_host(stream, chunk, one.source.data_ptr() + offset, size)
                     self._pairs.deliver(one.peer, place)
                 yield
 
     def _chunks_in(self, messages: Sequence[Incoming], views: list[torch.Tensor]) -> Iterator[None]:
+        stream = self._in.cuda_stream
         for one, view in zip(messages, views, strict=True):
             for place, offset, size in self._cut(view.nbytes):
-                stream = self._in[place % TURNS]
                 with (
-                    torch.cuda.stream(stream),
+                    torch.cuda.stream(self._in),
                     timeline.event("copy in", engine="dma in", bytes=size, source=one.peer),
                 ):
                     self._pairs.accept(one.peer, place)
                     chunk = self._chunk(one.peer, self._rank, place)
-                    stream_memory.to_device(stream.cuda_stream, view.data_ptr() + offset, chunk, size)
+                    stream_memory.to_device(stream, view.data_ptr() + offset, chunk, size)
                     self._pairs.free(one.peer, place)
                 yield
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """A message as (chunk slot, offset, size): the same on both sides."""
-        for number, offset in enumerate(range(0, nbytes, self._chunk_bytes)):
-            yield number % CHUNK_SLOTS, offset, min(self._chunk_bytes, nbytes - offset)
+        size = chunk_bytes(nbytes)
+        for number, offset in enumerate(range(0, nbytes, size)):
+            yield number % self._slots, offset, min(size, nbytes - offset)
 
     def free(self, peer: int, slot: int) -> None:
         """The receiver's own copy chose the place: nobody else writes there."""
 
     def flush(self) -> None:
-        for stream in self._out:
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._out)
 
     def close(self) -> None:
         self._pairs.release()
         self._ring.close()
-
-
-def _wait_for(streams: Sequence[torch.cuda.Stream], here: torch.cuda.Stream) -> None:
-    for stream in streams:
-        stream.wait_stream(here)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidArgument, UndertowError
 from . import timeline
-from .base import Lane, SymmetricBuffer
+from .base import Incoming, Lane, Outgoing, SymmetricBuffer
 from .works import InThread
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class NetLane(Lane):
     """torch.distributed point-to-point and collectives."""
 
     name = "net"
+    lands_anywhere = True
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -57,6 +59,9 @@ class NetLane(Lane):
         return made
 
     def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
+        self._send(peer, source, slot)
+
+    def _send(self, peer: int, source: torch.Tensor, slot: int) -> None:
         self._check(peer)
         host = source.cpu() if self._on_device else source
         with self._group.connected("send"):
@@ -64,11 +69,13 @@ class NetLane(Lane):
 
     def expect(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> None:
         """Let what `peer` sends to `slot` come in from now on; `receive` then waits for it. One message a slot."""
-        self._check(peer)
         host = torch.empty(count, dtype=buffer.dtype) if self._on_device else self._view(buffer, start, count)
+        self._expected[peer, slot] = self._start_receiving(peer, host, slot), host
+
+    def _start_receiving(self, peer: int, host: torch.Tensor, slot: int) -> dist.Work:
+        self._check(peer)
         with self._group.connected("receive"):
-            work = self._wire.recv([_bytes(host)], peer, self._first_tag + slot)
-        self._expected[peer, slot] = work, host
+            return self._wire.recv([_bytes(host)], peer, self._first_tag + slot)
 
     def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
         if (peer, slot) not in self._expected:
@@ -79,6 +86,20 @@ class NetLane(Lane):
         if self._on_device:
             view.copy_(host)
         return view
+
+    def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
+        for out in outgoing:
+            self._send(out.peer, out.source, out.slot)
+        views = [one.place() for one in incoming]
+        works = []
+        for one, view in zip(incoming, views, strict=True):
+            host = torch.empty(view.shape, dtype=view.dtype) if self._on_device else view
+            works.append((self._start_receiving(one.peer, host, one.slot), host))
+        for (work, host), view in zip(works, views, strict=True):
+            self._finish(work, "receive")
+            if self._on_device:
+                view.copy_(host)
+        return views
 
     def free(self, peer: int, slot: int) -> None:
         """The receiver chose the place itself: nobody can overwrite it."""

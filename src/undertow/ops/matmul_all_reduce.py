@@ -1,4 +1,4 @@
-"""y = sum over ranks r of x_r @ w_r: the row-parallel linear layer.
+"""y = activation(sum over ranks r of x_r @ w_r + bias): the row-parallel linear layer.
 
 | tensor | shape on each rank | sharded over |
 |---|---|---|
@@ -6,11 +6,14 @@
 | w_shard_k | [K_r, N] | K |
 | y | [M, N] | nothing: every rank holds the sum |
 
-K_r may differ between ranks, and may be zero. Grains: `serial` multiplies, then reduces. `chunked` splits the rows on
-the host; each chunk is reduced on a second stream while the next one is multiplied:
+K_r may differ between ranks, and may be zero. `serial` multiplies, then reduces. `chunked` splits the rows on the host.
+`signaled` is one matmul whose finished parcels of tiles are reduced while it goes on:
 
-    compute        | x0 w | x1 w | x2 w | x3 w |
-    communication         | sum0 | sum1 | sum2 | sum3 |
+    compute         | x w, parcel after parcel ................ |
+    communication          | sum 0 | sum 1 | sum 2 | ...        | sum last |
+
+A parcel is reduced by its ranks in equal parts (each sums one part and hands the sum to all), or by the backend's own
+collective on lane `net`.
 """
 
 from __future__ import annotations
@@ -20,13 +23,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..collective.direct import all_reduce
-from ..errors import InvalidArgument
-from ..fabric import timeline
+from ..collective.carry import Carrier
 from ..fabric.group import Group
+from ..fabric.net import NetLane
 from ..fabric.registry import as_group
-from ..plan.plan import Plan, parse_strategy, split
+from ..plan import reorder
+from ..plan.plan import Plan, split
+from ..plan.problem import Problem
+from ..plan.tiles import chunks
+from .choose import choose
 from .explain import Explanation, remember
+from .finish import Finish, check_finish
+from .operands import check_factors, dtype_name, output
+from .overlap import overlap
+from .produce import placed, product_of
+from .product import NoProduct
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,13 +45,11 @@ if TYPE_CHECKING:
 
     from ..fabric.base import Fabric, Lane
 
-GRAINS = ("serial", "chunked")
-_CHUNKS = 4
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+OPERATOR = "matmul_all_reduce"
 
 
 def reference(x_shards_k: Sequence[torch.Tensor], w_shards_k: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The meaning, as a plain loop over the shards of all ranks."""
+    """The meaning, as a plain loop over the shards of all ranks (without bias and activation)."""
     y = x_shards_k[0].new_zeros(x_shards_k[0].shape[0], w_shards_k[0].shape[1])
     for x_shard_k, w_shard_k in zip(x_shards_k, w_shards_k, strict=True):
         y += x_shard_k @ w_shard_k
@@ -51,81 +60,81 @@ def matmul_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
     *,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
     group: Group | dist.ProcessGroup | DeviceMesh | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> [M, N] on every rank."""
+    """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> [M, N] on every rank, then bias and activation."""
     on = as_group(group)
-    _check(x, w, out, on)
-    chosen, reason = _plan(x.shape[0], strategy, plan, on)
-    shape = f"x {list(x.shape)}, w {list(w.shape)}, {str(x.dtype).removeprefix('torch.')}"
-    same_on_all = f"M {x.shape[0]}, N {w.shape[1]}, {str(x.dtype).removeprefix('torch.')}"
-    y = x.new_empty(x.shape[0], w.shape[1]) if out is None else out
-    with on.call("matmul_all_reduce", same_on_all, f"{chosen.name} {chosen.digest}") as number:
+    check_factors(x, w, on)
+    m, n = x.shape[0], w.shape[1]
+    check_finish(bias, activation, n, x)
+    y = output(out, (m, n), x, w)
+    problem = Problem.of(
+        OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
+        multiprocessors=on.fabric.multiprocessors,
+    )  # fmt: skip
+    chosen, reason = choose(problem, strategy, plan, on)
+    shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
+    same_on_all = f"M {m}, N {n}, {dtype_name(x)}"
+    with on.call(OPERATOR, same_on_all, f"{chosen.name} {chosen.digest}") as number:
         lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
         with on.fabric.guarded_call((y,)):
-            _execute(x, w, y, chosen, on.fabric, lane)
-        remember(Explanation("matmul_all_reduce", shape, on.name, number, strategy, chosen, reason))
+            run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen), on.fabric, lane)
+        remember(Explanation(OPERATOR, shape, on.name, number, strategy, chosen, reason))
     return y
 
 
-def _execute(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, plan: Plan, fabric: Fabric, lane: Lane) -> None:
-    lane.limit(plan.share.communication_ctas)
-    if plan.grain == "serial":
-        with timeline.event("matmul", engine="compute", rows=x.shape[0]):
-            torch.matmul(x, w, out=y)
-        all_reduce(fabric, lane, y)
-        return
-    communication = fabric.stream("communication", priority=plan.share.communication_priority)
-    try:
-        for start, stop in plan.parcels:
-            with (
-                fabric.computing(plan.share.multiprocessors),
-                timeline.event("matmul", engine="compute", rows=stop - start),
-            ):
-                torch.matmul(x[start:stop], w, out=y[start:stop])
-            communication.fork()
-            communication.run(lambda rows=y[start:stop]: all_reduce(fabric, lane, rows))  # type: ignore[misc]
-    finally:
-        communication.join()
+def run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    problem: Problem,
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    lane: Lane,
+    compute: bool = True,
+) -> None:
+    """`compute` False: only what moves, for measurements."""
+    rank, size = fabric.group.rank, fabric.group.size
+    packed = plan.grain == "signaled" and plan.layout == "packed"
+    buffer = y.new_empty(y.numel()) if packed else y.view(-1)
+    if plan.grain == "signaled":
+        parcels = [one[0] for one in reorder.pieces(problem.grid(plan), plan)]
+    else:
+        parcels = [(first * problem.n, rows * problem.n) for ((first, rows),) in chunks(problem.shards, plan)]
+    whole = isinstance(lane, NetLane)
+    longest = 0 if whole else max((-(-count // size) for _, count in parcels), default=0)
+    carrier = Carrier(fabric, lane, y, longest)
+    finishes_parts = not whole and not packed  # where an element's column is known before everything has arrived
 
+    def parts(parcel: int) -> list[torch.Tensor]:
+        offset, count = parcels[parcel]
+        return [buffer[offset + start : offset + stop] for start, stop in split(count, size)]
 
-def _plan(rows: int, strategy: str, plan: Plan | None, group: Group) -> tuple[Plan, str]:
-    if plan is not None:
-        parse_strategy(plan.name, GRAINS, group.fabric.lanes(), plan.lane)
-        plan.check_rows(rows)
-        return plan, "The plan was given."
-    if strategy == "auto":
-        return Plan("serial", "net", ((0, rows),)), "No measured plan beats serial here yet, so serial runs."
-    grain, lane = parse_strategy(strategy, GRAINS, group.fabric.lanes(), "net")
-    parcels = split(rows, min(_CHUNKS, rows)) if grain == "chunked" and rows else ((0, rows),)
-    return Plan(grain, lane, parcels), "The strategy was given."
+    def carry(parcel: int) -> None:
+        offset, count = parcels[parcel]
+        if isinstance(lane, NetLane):
+            if count:
+                lane.all_reduce(buffer[offset : offset + count])
+            return
+        pieces = parts(parcel)
+        mine = pieces[rank]
+        first = offset + split(count, size)[rank][0]
+        carrier.reduce(parcel, pieces, lambda found: finish.sum(mine, found, first, finishes_parts))
+        carrier.send(parcel, [mine] * size)
 
+    def collect(parcel: int) -> None:
+        carrier.receive(parcel, parts(parcel))
 
-def _check(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor | None, group: Group) -> None:
-    for name, tensor in (("x", x), ("w", w)):
-        if tensor.dim() != 2:
-            raise InvalidArgument(argument=name, was=f"of shape {list(tensor.shape)}", must="a matrix")
-        if tensor.device != group.device:
-            raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {group.device}")
-        if tensor.dtype not in _DTYPES:
-            must = ", ".join(str(one).removeprefix("torch.") for one in _DTYPES)
-            raise InvalidArgument(argument=name, was=f"of {tensor.dtype}", must=f"one of {must}")
-    if w.shape[0] != x.shape[1]:
-        raise InvalidArgument(
-            argument="w", was=f"of shape {list(w.shape)}", must=f"of {x.shape[1]} rows, as x has columns"
-        )
-    if w.dtype != x.dtype:
-        raise InvalidArgument(argument="w", was=f"of {w.dtype}", must=f"of {x.dtype}, as x is")
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
-        must = "detached, or the call under torch.no_grad(): this operator has no backward yet"
-        raise InvalidArgument(argument="x or w", was="a tensor that requires a gradient", must=must)
-    if out is not None:
-        if any(out.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in (x, w) if one.numel()):
-            raise InvalidArgument(argument="out", was="in the storage of x or w", must="a tensor of its own")
-        shape = [x.shape[0], w.shape[1]]
-        if list(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
-            was = f"{list(out.shape)} {out.dtype} on {out.device}"
-            raise InvalidArgument(argument="out", was=was, must=f"contiguous {shape} {x.dtype} on {x.device}")
+    product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
+    overlap(fabric, lane, plan, product, carry, None if whole else collect, len(parcels))
+    if packed:
+        key = ("unpack", problem.key, plan.digest)
+        finish.unpack(y, buffer, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan)))
+    elif not finishes_parts:
+        finish.apply(y)

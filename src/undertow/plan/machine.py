@@ -11,24 +11,23 @@ paper, which is exact both where latency rules and where bandwidth does.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
-import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import settings
 from ..errors import InvalidArgument
-from .plan import LANES
+from .interference import Effect, Interference, derived
+from .plan import DEVICES, LANES, OPERATORS
+from .tables import Points, Section, to_toml
+from .work import Work
 
 FORMAT = "undertow machine 1"
-DEVICES = ("cpu", "cuda")
 WORKERS = ("threads", "SMs")
-Points = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,7 @@ class LaneCurve:
 
     def seconds(self, nbytes: int) -> float:
         """Below the smallest message measured: its time. Above the largest: at its bandwidth."""
-        largest, longest = self.points[-1]
-        if nbytes >= largest:
-            return longest * nbytes / largest
-        return _interpolate(self.points, max(nbytes, self.points[0][0]))
+        return at(self.points, nbytes)
 
     def bandwidth(self, nbytes: int) -> float:
         """Bytes per second that each rank gets for messages of that size."""
@@ -86,7 +82,12 @@ class LaneCurve:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A node of `ranks` ranks on `device`. `shares_device`: they share one GPU (a virtual node)."""
+    """A node of `ranks` ranks on `device`. `shares_device`: they share one GPU (a virtual node).
+
+    What is optional sharpens predictions: `interference` (else the lanes' slowdowns tell it), `work`, and
+    `collectives`, the seconds of whole collectives against the bytes of a rank's product, by operator and lane (else
+    the lane's curve tells them); for all_gather_matmul the bytes of the gathered input.
+    """
 
     name: str
     device: str
@@ -97,6 +98,20 @@ class Machine:
     gemm: GemmCurve
     lanes: dict[str, LaneCurve]
     environment: dict[str, str | int | float | bool] = field(default_factory=dict)
+    interference: Interference | None = None
+    work: Work = field(default_factory=Work)
+    collectives: dict[str, dict[str, Points]] = field(default_factory=dict)
+
+    @property
+    def slowdowns(self) -> Interference:
+        """The interference model: the file's own, or what its lanes' slowdowns say."""
+        if self.interference is not None:
+            return self.interference
+        lanes = {
+            name: (lane.gemm_slowdown, lane.lane_slowdown, lane.bandwidth(lane.points[-1][0]))
+            for name, lane in self.lanes.items()
+        }
+        return derived(self.gemm.points[-1][0], lanes)
 
     def lane(self, name: str) -> LaneCurve:
         if name not in self.lanes:
@@ -109,7 +124,7 @@ class Machine:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Machine:
         """Check every field. A file with a mistake is refused whole: half a machine would make silent nonsense."""
-        top = _Section("machine", data)
+        top = Section("machine", data)
         top.choice("format", (FORMAT,))
         lanes = top.section("lanes")
         machine = cls(
@@ -122,6 +137,9 @@ class Machine:
             gemm=_gemm(top.section("gemm")),
             lanes={name: _lane(name, lanes.section(name)) for name in lanes.names(LANES)},
             environment=top.section("environment").scalars(),
+            interference=_interference(top.section("interference")) if top.has("interference") else None,
+            work=_work(top.section("work")) if top.has("work") else Work(),
+            collectives=_collectives(top.section("collectives")) if top.has("collectives") else {},
         )
         top.finish()
         return machine
@@ -153,7 +171,23 @@ class Machine:
                 for name, lane in self.lanes.items()
             },
             "environment": dict(self.environment),
+            **self._optional(),
         }
+
+    def _optional(self) -> dict[str, Any]:
+        """The sections that say more than their absence would."""
+        found: dict[str, Any] = {}
+        if self.interference is not None:
+            effects = {name: asdict(effect) for name, effect in self.interference.effects}
+            found["interference"] = {"multiprocessors": self.interference.multiprocessors, "lanes": effects}
+        if self.work != Work():
+            found["work"] = {name: value for name, value in asdict(self.work).items() if value is not None}
+        if self.collectives:
+            found["collectives"] = {
+                operator: {lane: [list(point) for point in points] for lane, points in lanes.items()}
+                for operator, lanes in self.collectives.items()
+            }
+        return found
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
@@ -177,6 +211,12 @@ def default_path(device: str, ranks: int) -> Path:
     return settings.cache_folder() / f"machine-{device}-{ranks}.toml"
 
 
+def at(points: Points, nbytes: int) -> float:
+    """Seconds of a transfer. Below the smallest measured: its time. Above the largest: at its bandwidth."""
+    largest, longest = points[-1]
+    return longest * nbytes / largest if nbytes >= largest else _interpolate(points, max(nbytes, points[0][0]))
+
+
 def _interpolate(points: Points, amount: int) -> float:
     """The time at `amount`, which lies within the points."""
     for (low, first), (high, second) in itertools.pairwise(points):
@@ -186,103 +226,10 @@ def _interpolate(points: Points, amount: int) -> float:
     return points[-1][1]
 
 
-# -- reading -------------------------------------------------------------------------------------------------------
+# -- reading ----------------------------------------------------------------------------------------------------
 
 
-class _Section:
-    """A table of the file, read key by key: each read says what it must be, and none may be left over."""
-
-    def __init__(self, where: str, data: Any) -> None:
-        if not isinstance(data, Mapping):
-            raise InvalidArgument(argument=where, was=repr(data), must="a table")
-        self._where = where
-        self._data = dict(data)
-
-    def take(self, key: str) -> Any:
-        if key not in self._data:
-            raise InvalidArgument(argument=self._where, was=f"without {key!r}", must=f"a table with {key!r}")
-        return self._data.pop(key)
-
-    def refuse(self, key: str, was: object, must: str) -> InvalidArgument:
-        return InvalidArgument(argument=f"{self._where}.{key}", was=repr(was), must=must)
-
-    def section(self, key: str) -> _Section:
-        return _Section(f"{self._where}.{key}", self.take(key))
-
-    def names(self, allowed: tuple[str, ...]) -> list[str]:
-        for name in self._data:
-            if name not in allowed:
-                raise self.refuse(name, self._data[name], f"absent; the names here are {', '.join(allowed)}")
-        return list(self._data)
-
-    def text(self, key: str) -> str:
-        value = self.take(key)
-        if not isinstance(value, str) or not value:
-            raise self.refuse(key, value, "a text")
-        return value
-
-    def choice(self, key: str, allowed: tuple[str, ...]) -> str:
-        value = self.take(key)
-        if value not in allowed:
-            raise self.refuse(key, value, f"one of {', '.join(allowed)}")
-        return str(value)
-
-    def flag(self, key: str) -> bool:
-        value = self.take(key)
-        if not isinstance(value, bool):
-            raise self.refuse(key, value, "true or false")
-        return value
-
-    def whole(self, key: str) -> int:
-        value = self.take(key)
-        if not _is_whole(value):
-            raise self.refuse(key, value, "a whole number of at least 1")
-        return int(value)
-
-    def positive(self, key: str, least: float = 0.0) -> float:
-        value = self.take(key)
-        if not _is_positive(value) or value < least:
-            raise self.refuse(key, value, f"a number of at least {least:g}" if least else "a number above 0")
-        return float(value)
-
-    def points(self, key: str) -> Points:
-        value = self.take(key)
-        must = "a list of [amount, seconds] with amounts that grow"
-        if not isinstance(value, list) or not value:
-            raise self.refuse(key, value, must)
-        for point in value:
-            if not isinstance(point, list) or len(point) != 2 or not _is_whole(point[0]) or not _is_positive(point[1]):
-                raise self.refuse(key, point, must)
-        if any(low[0] >= high[0] for low, high in itertools.pairwise(value)):
-            raise self.refuse(key, [point[0] for point in value], must)
-        return tuple((int(amount), float(seconds)) for amount, seconds in value)
-
-    def shape(self, key: str) -> tuple[int, int, int]:
-        value = self.take(key)
-        if not isinstance(value, list) or len(value) != 3 or not all(map(_is_whole, value)):
-            raise self.refuse(key, value, "[M, N, K], whole numbers of at least 1")
-        return value[0], value[1], value[2]
-
-    def scalars(self) -> dict[str, str | int | float | bool]:
-        for key, value in self._data.items():
-            if not isinstance(value, str | int | float):
-                raise self.refuse(key, value, "a text, a number, true or false")
-        return dict(self._data)
-
-    def finish(self) -> None:
-        for key, value in self._data.items():
-            raise self.refuse(key, value, "absent: this version knows no such key")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-
-
-def _gemm(section: _Section) -> GemmCurve:
+def _gemm(section: Section) -> GemmCurve:
     curve = GemmCurve(
         section.choice("workers", WORKERS), section.shape("shape"), section.text("dtype"), section.points("points")
     )
@@ -290,7 +237,7 @@ def _gemm(section: _Section) -> GemmCurve:
     return curve
 
 
-def _lane(name: str, section: _Section) -> LaneCurve:
+def _lane(name: str, section: Section) -> LaneCurve:
     curve = LaneCurve(
         name=name,
         description=section.text("description"),
@@ -303,30 +250,31 @@ def _lane(name: str, section: _Section) -> LaneCurve:
     return curve
 
 
-# -- writing -------------------------------------------------------------------------------------------------------
+def _interference(section: Section) -> Interference:
+    lanes = section.section("lanes")
+    effects = tuple((name, _effect(lanes.section(name))) for name in lanes.names(LANES))
+    model = Interference(section.whole("multiprocessors"), effects)
+    section.finish()
+    return model
 
 
-def to_toml(data: Mapping[str, Any], prefix: str = "") -> str:
-    """`data` as TOML: scalars and lists first, then the tables, each under its full name."""
-    lines = [f"{_key(key)} = {_value(value)}" for key, value in data.items() if not isinstance(value, Mapping)]
-    for key, value in data.items():
-        if isinstance(value, Mapping):
-            name = f"{prefix}{_key(key)}"
-            lines += ["", f"[{name}]", to_toml(value, f"{name}.").rstrip("\n")]
-    return "\n".join(lines) + "\n"
+def _effect(section: Section) -> Effect:
+    effect = Effect(*(section.not_negative(name) for name in ("contention", "per_byte", "crowding")))
+    section.finish()
+    return effect
 
 
-def _key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _value(key)
+def _work(section: Section) -> Work:
+    """Each key may be absent."""
+    positive = {name: section.positive(name) for name in ("efficiency", "signal", "copy_speed") if section.has(name)}
+    work = Work(**positive, **{name: section.not_negative(name) for name in ("overhead", "skew") if section.has(name)})
+    section.finish()
+    return work
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):  # TOML's basic strings are JSON's, except that DEL must be escaped too
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list) and any(isinstance(item, list) for item in value):
-        return "[\n" + "".join(f"    {_value(item)},\n" for item in value) + "]"
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    return repr(value)
+def _collectives(section: Section) -> dict[str, dict[str, Points]]:
+    found = {}
+    for operator in section.names(tuple(OPERATORS)):
+        lanes = section.section(operator)
+        found[operator] = {lane: lanes.points(lane) for lane in lanes.names(LANES)}
+    return found

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgument, StrategyUnavailable
 
+if TYPE_CHECKING:
+    from .problem import Problem
+
 GRAINS = ("serial", "chunked", "signaled", "fused")
 LANES = ("net", "peer", "dma")
+DEVICES = ("cpu", "cuda")
+LAYOUTS = ("natural", "packed")
+OPERATORS = {
+    "matmul_all_reduce": "natural",
+    "matmul_reduce_scatter": "interleaved",
+    "matmul_all_to_all": "proportional",
+    "all_gather_matmul": "rotated",
+}
+"""The order of tiles in each operator's signaled plans; `tiles.py` says what they are."""
+ORDERS = tuple(OPERATORS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +44,39 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`grain` over `lane` with `share`; `parcels` are the row ranges [start, stop) in the order in which they leave."""
+    """`grain` over `lane` with `share`, in `parcels`: ranges [start, stop) in the order in which they leave.
+
+    serial, chunked: `parcels` are rows, cut by fraction in every shard (`tiles.chunks`; with one shard, the rows
+    themselves). signaled: positions in the launch order of tiles. There
+
+    - `tile` is (block_m, block_n), and `group_bands` how many bands of tiles are walked column by column together;
+    - `order` is how tiles follow each other, `own_last` whether those a rank keeps come last in each parcel;
+    - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
+
+    `program` names the collective program that moves a parcel, "" the lane's own. `deterministic`: sums are taken in
+    rank order, so that equal inputs give equal bits.
+    """
 
     grain: str
     lane: str
     parcels: tuple[tuple[int, int], ...]
     share: Share = Share()
+    tile: tuple[int, int] | None = None
+    group_bands: int = 1
+    order: str = "natural"
+    own_last: bool = False
+    layout: str = "natural"
+    program: str = ""
+    deterministic: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.grain}:{self.lane}"
+
+    @property
+    def extent(self) -> int:
+        """What the parcels cover: [0, extent)."""
+        return max((stop for _, stop in self.parcels), default=0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
@@ -46,20 +85,78 @@ class Plan:
     def from_json(text: str) -> Plan:
         """Read back what `to_json` wrote; anything else is refused with one sentence."""
         try:
-            fields = json.loads(text)
-            parcels = tuple((int(start), int(stop)) for start, stop in fields["parcels"])
-            plan = Plan(str(fields["grain"]), str(fields["lane"]), parcels, Share(**fields.get("share", {})))
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidArgument(argument="plan", was=repr(text[:80]), must=f"a plan in JSON ({error})") from error
-        if plan.grain not in GRAINS or plan.lane not in LANES:
-            must = f"a grain of {', '.join(GRAINS)} over a lane of {', '.join(LANES)}"
-            raise InvalidArgument(argument="plan", was=plan.name, must=must)
+            fields = _exactly(Plan, json.loads(text))
+            share = Share(**_exactly(Share, fields.pop("share")))
+            parcels = tuple(_pair(pair) for pair in fields.pop("parcels"))
+            tile = fields.pop("tile")
+            plan = Plan(parcels=parcels, share=share, tile=None if tile is None else _pair(tile), **fields)
+        except (ValueError, TypeError, RecursionError) as error:
+            must = f"a plan in JSON ({error})"
+            raise InvalidArgument(argument="plan", was=repr(text[:80]), must=must) from error
+        plan.validate()
         return plan
 
     @property
     def digest(self) -> str:
         """Short hash: equal on all ranks that run the same plan."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    def validate(self) -> None:
+        """Refuse a plan that could be right for no problem at all."""
+        if self.grain not in GRAINS or self.lane not in LANES:
+            must = f"a grain of {', '.join(GRAINS)} over a lane of {', '.join(LANES)}"
+            raise InvalidArgument(argument="plan", was=self.name, must=must)
+        limits: tuple[tuple[str, Any, str, bool], ...] = (
+            ("tile", self.tile, "two sizes of at least 1", self.tile is None or min(self.tile) >= 1),
+            ("tile", self.tile, "given for a signaled plan", self.grain != "signaled" or self.tile is not None),
+            ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
+            ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
+            ("layout", self.layout, f"one of {', '.join(LAYOUTS)}", self.layout in LAYOUTS),
+            ("program", self.program, "a text", isinstance(self.program, str)),
+            ("own_last", self.own_last, "true or false", isinstance(self.own_last, bool)),
+            ("deterministic", self.deterministic, "true or false", isinstance(self.deterministic, bool)),
+            ("share", self.share, "made of whole numbers, of SMs and CTAs at least 1", _is_share(self.share)),
+            ("layout", self.layout, "natural where tiles wait for rows", not self._packs_what_stays()),
+        )
+        for field, was, must, good in limits:
+            if not good:
+                raise InvalidArgument(argument=f"plan.{field}", was=repr(was), must=must)
+
+    def _packs_what_stays(self) -> bool:
+        return self.grain == "signaled" and self.order == "rotated" and self.layout == "packed"
+
+    def check(self, problem: Problem) -> None:
+        """Refuse, with one sentence, a plan that was made for another problem. Costs microseconds."""
+        self.validate()
+        if self.grain in ("serial", "chunked"):
+            any_rows = problem.operator == "matmul_all_to_all" and self.extent > 0  # fractions
+            self.check_rows(self.extent if any_rows else problem.m)
+            return
+        if self.tile is None:
+            return
+        if self.order != problem.order:
+            must = f"in {problem.order} order, as {problem.operator} needs"
+            raise InvalidArgument(argument="plan", was=f"in {self.order} order", must=must)
+        block_m, block_n = self.tile
+        columns = -(-problem.n // block_n)
+        tiles = [-(-rows // block_m) * columns for rows in problem.shards]
+        wanted = {
+            "proportional": self.extent or min(1, sum(tiles)),  # fractions: right for any number of tiles but none
+            "rotated": -(-self.extent // problem.ranks) * problem.ranks,  # fractions: ranks differ in columns
+        }.get(self.order, sum(tiles))
+        bounds = [0, *(stop for _, stop in self.parcels)]
+        if list(self.parcels) != list(itertools.pairwise(bounds)) or bounds != sorted(bounds) or bounds[-1] != wanted:
+            was = f"made for {len(self.parcels)} parcels of {self.extent} tiles in all"
+            must = f"made for {wanted} tiles of {block_m} x {block_n}, parcel after parcel"
+            raise InvalidArgument(argument="plan", was=was, must=must)
+        step = wanted // problem.ranks if self.order == "rotated" else 0
+        if step and any(start // step != (stop - 1) // step for start, stop in self.parcels if stop > start):
+            was = "of parcels that hold rows of several ranks"
+            raise InvalidArgument(argument="plan", was=was, must=f"of parcels inside each {step} positions of a rank")
+        literal = self.layout == "natural" and self.order in ("natural", "interleaved")
+        if literal and columns and any(bound % columns for bound in bounds):
+            must = f"of parcels of whole bands, multiples of {columns} tiles, or packed"
+            raise InvalidArgument(argument="plan", was="of natural layout and parcels of other sizes", must=must)
 
     def check_rows(self, rows: int) -> None:
         """Refuse a plan made for another number of rows: its parcels must cover [0, rows) once, in any order."""
@@ -74,6 +171,32 @@ class Plan:
         raise InvalidArgument(
             argument="plan", was=f"made for parcels {list(self.parcels)}", must=f"made for {rows} rows"
         )
+
+
+def _exactly(kind: type, fields: object) -> dict[str, Any]:
+    """`fields` as a dictionary with the names of the dataclass `kind`: none missing, none left over."""
+    if not isinstance(fields, Mapping):
+        raise TypeError(f"{kind.__name__.lower()} must be a table")
+    names = {field.name for field in dataclasses.fields(kind)}
+    for what, odd in (("without", names - set(fields)), ("with unknown", set(fields) - names)):
+        if odd:
+            raise ValueError(f"{kind.__name__.lower()} {what} {', '.join(sorted(odd))}")
+    return dict(fields)
+
+
+def _pair(value: object) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or not all(_whole(one, 0) for one in value):
+        raise ValueError(f"{value!r} is no pair of whole numbers")
+    return value[0], value[1]
+
+
+def _whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_share(share: Share) -> bool:
+    counts = (share.multiprocessors, share.communication_ctas)
+    return all(one is None or _whole(one, 1) for one in counts) and _whole(share.communication_priority, -(2**31))
 
 
 def split(count: int, parts: int) -> tuple[tuple[int, int], ...]:

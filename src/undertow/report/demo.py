@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from rich.table import Table
 
-from ..collective.direct import all_reduce
 from ..fabric.base import Fabric, poison
 from ..fabric.cpu_lanes import DmaLane, Pace
 from ..fabric.group import Group
@@ -22,7 +21,9 @@ from ..fabric.launch import launch
 from ..fabric.registry import init
 from ..fabric.timeline import Recorder, Timeline, event, recording
 from ..fabric.timer import Comparison, Estimate, compare
-from ..ops.matmul_all_reduce import GRAINS, matmul_all_reduce, reference
+from ..ops.alone import all_reduce
+from ..ops.choose import GRAINS
+from ..ops.matmul_all_reduce import matmul_all_reduce, reference
 from .progress import Report, progress_bar
 from .tables import StrategyResult, factor, percent, seconds, strategy_results, strategy_table
 
@@ -191,7 +192,7 @@ def _call(group: Group, route: Route, grain: str, x: torch.Tensor, w: torch.Tens
 
 def _exchange(fabric: Fabric, route: Route, tensor: torch.Tensor) -> None:
     _set_pace(fabric, route)
-    all_reduce(fabric, fabric.lane(route.lane), tensor)
+    all_reduce(fabric, route.lane, tensor)
 
 
 def _communication(route: Route) -> str:

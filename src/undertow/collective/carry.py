@@ -1,0 +1,101 @@
+"""Parcels over a lane, one after the other: each rank sends its pieces to their owners and takes what is its own.
+
+    send      pieces[d] leaves for rank d                         (the sending half of an all-to-all or an all-gather)
+    receive   outs[s] = what rank s sent                          (the other half)
+    reduce    the sum of what all ranks have for me, in rank order: pieces leave, arrive, are combined
+
+Ranks name their peers in rotated order, so that no receiver is everybody's first, and every rank carries the same
+parcels in the same order: a lane's messages of two ranks then always meet. Two parcels may be under way at a time: a
+parcel's *parity* chooses its places and hand-off slots. A slot guards one place, so places depend on the workspace and
+not on the call: a rank that runs ahead would otherwise write over what a slower one has yet to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..fabric.base import Incoming, Outgoing, SymmetricBuffer
+
+if TYPE_CHECKING:
+    from ..fabric.base import Fabric, Lane
+
+_ALIGNMENT = 128
+_REDUCE, _SEND = 0, 1  # kinds of messages; each has two slots and two places for every sender
+_KINDS, _PARITIES = 2, 2
+Combine = Callable[[list[torch.Tensor]], None]
+
+
+class Carrier:
+    """The parcels of one call. `longest`: elements of the longest piece that any rank sends in any of them."""
+
+    def __init__(self, fabric: Fabric, lane: Lane, like: torch.Tensor, longest: int) -> None:
+        group = fabric.group
+        self._lane, self._rank, self._size = lane, group.rank, group.size
+        self._symmetric: SymmetricBuffer | None = None
+        self._private: torch.Tensor | None = None
+        self._room = longest
+        if self._size == 1 or longest == 0:
+            return
+        if lane.lands_anywhere:  # only what is to be summed needs a place of its own
+            self._private = like.new_empty(_PARITIES * self._size * longest)
+            return
+        count = _KINDS * _PARITIES * self._size
+        space = fabric.workspace(f"parcels over {lane.name}", count * (longest * like.element_size() + _ALIGNMENT))
+        self._symmetric = space.as_type(like.dtype)
+        self._room = space.nbytes // count // _ALIGNMENT * _ALIGNMENT // like.element_size()
+
+    def send(self, parcel: int, pieces: Sequence[torch.Tensor]) -> None:
+        """pieces[d] to rank d; the one for this rank stays."""
+        self._lane.exchange(self._outgoing(_SEND, parcel, pieces), [])
+
+    def receive(self, parcel: int, outs: Sequence[torch.Tensor]) -> None:
+        """outs[s] = what rank s sent in this parcel; the one of this rank is left as it is."""
+        incoming = self._incoming(_SEND, parcel, [one.numel() for one in outs], outs)
+        for one, view in zip(incoming, self._lane.exchange([], incoming), strict=True):
+            if not self._lane.lands_anywhere:
+                outs[one.peer].copy_(view)
+            self._lane.free(one.peer, one.slot)
+
+    def reduce(self, parcel: int, pieces: Sequence[torch.Tensor], combine: Combine) -> None:
+        """`combine(parts)` with what ranks 0, 1, ... have for this rank, unless it is nothing."""
+        mine = pieces[self._rank]
+        counts = [mine.numel()] * self._size
+        incoming = self._incoming(_REDUCE, parcel, counts, None)
+        arrived = self._lane.exchange(self._outgoing(_REDUCE, parcel, pieces), incoming)
+        if mine.numel() == 0:
+            return
+        parts = {self._rank: mine, **{one.peer: view for one, view in zip(incoming, arrived, strict=True)}}
+        combine([parts[rank] for rank in range(self._size)])
+        for one in incoming:
+            self._lane.free(one.peer, one.slot)
+
+    def _outgoing(self, kind: int, parcel: int, pieces: Sequence[torch.Tensor]) -> list[Outgoing]:
+        ahead = [(self._rank + step) % self._size for step in range(1, self._size)]
+        start, slot = self._place(kind, parcel, self._rank), _slot(kind, parcel)
+        return [Outgoing(peer, pieces[peer], self._symmetric, start, slot) for peer in ahead if pieces[peer].numel()]
+
+    def _incoming(
+        self, kind: int, parcel: int, counts: Sequence[int], outs: Sequence[torch.Tensor] | None
+    ) -> list[Incoming]:
+        behind = [(self._rank - step) % self._size for step in range(1, self._size)]
+        found = []
+        for peer in behind:
+            if counts[peer]:
+                start = self._place(kind, parcel, peer)
+                into = None
+                if self._private is not None:
+                    into = outs[peer] if outs is not None else self._private[start : start + counts[peer]]
+                found.append(Incoming(peer, self._symmetric, start, counts[peer], _slot(kind, parcel), into))
+        return found
+
+    def _place(self, kind: int, parcel: int, sender: int) -> int:
+        """The first element of a place. Private memory has places only for what is reduced."""
+        which = parcel % _PARITIES if self._private is not None else kind * _PARITIES + parcel % _PARITIES
+        return (which * self._size + sender) * self._room
+
+
+def _slot(kind: int, parcel: int) -> int:
+    return kind * _PARITIES + parcel % _PARITIES

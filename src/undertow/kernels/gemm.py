@@ -1,0 +1,184 @@
+"""A persistent matmul whose finished tiles are counted: out = a @ b, tile by tile in the order of a table.
+
+CTA p computes the tiles p, p + CTAs, p + 2 CTAs, ... of the table. The main loop knows nothing of communication; the
+epilogue stores a tile where the table says and adds one to the counter of its parcel. The table is the plan's:
+
+    row, rows, column, columns   the tile in the product
+    place, stride                where its first element goes, in elements of `out`, and how far its rows lie apart
+    parcel                       whose counter it adds to, or (WAITS) whose rows of `a` it waits for
+
+Memory ordering. A counter's add releases, at system scope, what the whole CTA stored for the tile: CTA barrier, then
+the release of one thread; tiles that leave by TMA are completed before (`tma_store_fence`). Whoever waits for the
+parcel's count acquires all its tiles: a stream's memory operation, or a kernel's wait. Where tiles wait for rows, the
+wait acquires what the rows' writer released before it set the word, and a proxy fence orders it before TMA loads.
+"""
+
+import triton
+import triton.language as tl
+
+from .combine import activated
+from .signals import ARRIVED, proxy_fence, report_error, signal_wait, tma_store_fence
+
+ENTRY = tl.constexpr(8)  # 64-bit words of a table's row
+WORD = tl.constexpr(32)  # 32-bit words between two counters
+
+# `signal_add` as one piece of text: a barrier or an atomic of Triton's own would keep it from running loads ahead
+# across tiles. The barrier is the unaligned kind, as the compiler does not know that it is one.
+_ADD = tl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 thread;
+    barrier.sync 0;
+    mov.u32 thread, %tid.x;
+    setp.eq.u32 first, thread, 0;
+    @first red.release.sys.global.add.s32 [$1], 1;
+    mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def _count(counter, BULK: tl.constexpr):
+    """Add one to the parcel's counter. Releases, at system scope, what the whole CTA stored before."""
+    if BULK:
+        tma_store_fence()
+    tl.inline_asm_elementwise(_ADD, "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _halves(tile):
+    """The left and the right half of a tile's columns."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1]
+    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _store_part(
+    out, c, bias, tile, entry, FIRST: tl.constexpr, BULK: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """Columns [FIRST, FIRST + width) of a tile, finished."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1]
+    columns = tl.load(entry + 3).to(tl.int32)
+    across = FIRST + tl.arange(0, COLUMNS)
+    if BIAS:
+        tile += tl.load(bias + tl.load(entry + 2) + across, mask=across < columns, other=0.0).to(tl.float32)[None, :]
+    tile = activated(tile, ACTIVATION).to(out.dtype.element_ty)
+    place, stride = tl.load(entry + 4), tl.load(entry + 5)
+    if BULK:
+        c.store([(place // stride).to(tl.int32), (place % stride).to(tl.int32) + FIRST], tile)
+    else:
+        down = tl.arange(0, ROWS)[:, None]
+        mask = (down < tl.load(entry + 1).to(tl.int32)) & (across < columns)[None, :]
+        tl.store(out + place + (down * stride.to(tl.int32) + across[None, :]), tile, mask=mask)
+
+
+@triton.jit
+def _store(
+    out, c, bias, tile, entry, PARTS: tl.constexpr, BULK: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr
+):
+    """A tile in PARTS parts: the addresses (or the staging memory) of a whole one would not fit."""
+    WIDTH: tl.constexpr = tile.shape[1] // PARTS
+    if PARTS == 1:
+        _store_part(out, c, bias, tile, entry, 0, BULK, BIAS, ACTIVATION)
+    else:
+        left, right = _halves(tile)
+        if PARTS == 2:
+            _store_part(out, c, bias, left, entry, 0, BULK, BIAS, ACTIVATION)
+            _store_part(out, c, bias, right, entry, WIDTH, BULK, BIAS, ACTIVATION)
+        else:
+            first, second = _halves(left)
+            _store_part(out, c, bias, first, entry, 0, BULK, BIAS, ACTIVATION)
+            _store_part(out, c, bias, second, entry, WIDTH, BULK, BIAS, ACTIVATION)
+            third, fourth = _halves(right)
+            _store_part(out, c, bias, third, entry, 2 * WIDTH, BULK, BIAS, ACTIVATION)
+            _store_part(out, c, bias, fourth, entry, 3 * WIDTH, BULK, BIAS, ACTIVATION)
+
+
+@triton.jit(do_not_specialize=["bias", "table", "counters", "tiles", "inner", "abort", "error", "deadline_ns"])
+def gemm_kernel(
+    a, b, c, out, bias, table, counters, tiles: tl.int32, inner: tl.int32, abort, error, deadline_ns: tl.int64,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PARTS: tl.constexpr, BULK: tl.constexpr, SIGNAL: tl.constexpr, DEFER: tl.constexpr, WAITS: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """`a` [M, K] and `b` ([K, N], or [N, K] if TRANSPOSED) are tensor descriptors; `c` one of `out` where BULK.
+
+    DEFER: a tile is counted in the epilogue of the CTA's next one, when its stores have long arrived. WAITS: the loads
+    of a tile must not run ahead of its wait, so tiles are not pipelined into each other.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    steps = tl.cdiv(inner, BLOCK_K)
+    stored = program - programs
+    finished = counters
+    status = 0
+    for position in tl.range(program, tiles, programs, flatten=not WAITS):
+        entry = table + position * ENTRY
+        row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
+        if WAITS:
+            if status == ARRIVED:
+                status = signal_wait(counters + tl.load(entry + 6).to(tl.int32) * WORD, 1, abort, deadline_ns)
+                proxy_fence()
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(steps):
+            x = a.load([row, step * BLOCK_K])
+            if TRANSPOSED:
+                w = b.load([column, step * BLOCK_K]).T
+            else:
+                w = b.load([step * BLOCK_K, column])
+            total = tl.dot(x, w, total)
+        stored += programs
+        entry = table + stored * ENTRY
+        if SIGNAL and DEFER:
+            if stored != program:
+                _count(finished, BULK)
+        _store(out, c, bias, total, entry, PARTS, BULK, BIAS, ACTIVATION)
+        finished = counters + tl.load(entry + 6).to(tl.int32) * WORD
+        if SIGNAL and not DEFER:
+            _count(finished, BULK)
+    if SIGNAL and DEFER:
+        if stored >= 0:
+            _count(finished, BULK)
+    if status != ARRIVED:
+        report_error(error, status)
+
+
+_PLAIN = [
+    *("a", "b", "out", "bias", "table", "counters", "tiles", "inner", "a_row", "a_column", "b_row", "b_column"),
+    *("abort", "error", "deadline_ns"),
+]
+
+
+@triton.jit(do_not_specialize=_PLAIN, do_not_specialize_on_alignment=_PLAIN)
+def plain_gemm_kernel(
+    a, b, out, bias, table, counters, tiles: tl.int32, inner: tl.int32, a_row: tl.int64, a_column: tl.int64,
+    b_row: tl.int64, b_column: tl.int64, abort, error, deadline_ns: tl.int64,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, SIGNAL: tl.constexpr,
+    WAITS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """The same for any strides and alignment, any dtype that tensor cores or FMAs take, and GPUs without TMA."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    status = 0
+    for position in range(program, tiles, programs):
+        entry = table + position * ENTRY
+        row, rows = tl.load(entry), tl.load(entry + 1).to(tl.int32)
+        column, columns = tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
+        counter = counters + tl.load(entry + 6).to(tl.int32) * WORD
+        if WAITS:
+            if status == ARRIVED:
+                status = signal_wait(counter, 1, abort, deadline_ns)
+        down, across, along = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+        a_pointers = a + ((row + down)[:, None] * a_row + along[None, :] * a_column)
+        b_pointers = b + (along[:, None] * b_row + (column + across)[None, :] * b_column)
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for first in range(0, inner, BLOCK_K):
+            here = along < inner - first
+            x = tl.load(a_pointers, mask=(down < rows)[:, None] & here[None, :], other=0.0)
+            w = tl.load(b_pointers, mask=here[:, None] & (across < columns)[None, :], other=0.0)
+            total = tl.dot(x, w, total, input_precision="ieee")
+            a_pointers += BLOCK_K * a_column
+            b_pointers += BLOCK_K * b_column
+        _store(out, out, bias, total, entry, PARTS, False, BIAS, ACTIVATION)
+        if SIGNAL:
+            _count(counter, False)
+    if status != ARRIVED:
+        report_error(error, status)

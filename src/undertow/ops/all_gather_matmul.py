@@ -1,0 +1,181 @@
+"""y = activation(concatenation of all ranks' x @ w + bias): the column-parallel linear layer on sharded rows.
+
+| tensor | shape on each rank | sharded over |
+|---|---|---|
+| x_shard_m | [M_r, K] | M: rank r holds rows r of the gathered x |
+| w_shard_n | [K, N_r] | N |
+| y_shard_n | [M, N_r] | N |
+
+`serial` gathers all rows, then multiplies. `chunked` multiplies rows as they arrive, parcel by parcel, on the host's
+word. `signaled` is one matmul whose tiles wait for the rows that a lane outside it brings: own rows first, then those
+of the following ranks, in the order of their arrival.
+
+    communication   | rows 0 | rows 1 | rows 2 | ...
+    compute         | own    | tiles of rows 0 | tiles of rows 1 | ...
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..collective.carry import Carrier
+from ..errors import InvalidArgument
+from ..fabric.group import Group
+from ..fabric.registry import as_group
+from ..plan import reorder
+from ..plan.plan import Plan
+from ..plan.problem import Problem
+from ..plan.tiles import chunks
+from .choose import choose
+from .explain import Explanation, remember
+from .finish import Finish, check_finish
+from .operands import check_factors, dtype_name, output
+from .overlap import join
+from .produce import product_of
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..fabric.base import Fabric, Lane
+
+OPERATOR = "all_gather_matmul"
+Rows = tuple[int, int]
+"""First row of the gathered x, and how many."""
+
+
+def reference(x_shards_m: Sequence[torch.Tensor], w_shards_n: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The meaning, as a plain loop: what every rank gets (without bias and activation)."""
+    x = torch.cat(list(x_shards_m))
+    return [x @ w_shard_n for w_shard_n in w_shards_n]
+
+
+def all_gather_matmul(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    rows: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    strategy: str = "auto",
+    plan: Plan | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [M_r, K] of all ranks, gathered by rows, @ w [K, N_r] -> [M, N_r], then bias and activation.
+
+    `rows[r]`: rows of rank r where they differ; None: all ranks have as many.
+    """
+    on = as_group(group)
+    check_factors(x, w, on)
+    counts = _counts(rows, x.shape[0], on)
+    m, n, k = sum(counts), w.shape[1], x.shape[1]
+    check_finish(bias, activation, n, x)
+    y = output(out, (m, n), x, w)
+    problem = Problem.of(
+        OPERATOR, m, n, k, dtype=dtype_name(x), ranks=on.size, device=x.device.type,
+        multiprocessors=on.fabric.multiprocessors, shards=counts,
+    )  # fmt: skip
+    chosen, reason = choose(problem, strategy, plan, on)
+    shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
+    same_on_all = f"M {m}, K {k}, {dtype_name(x)}"
+    with on.call(OPERATOR, same_on_all, f"{chosen.name} {chosen.digest}") as number:
+        lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
+        with on.fabric.guarded_call((y,)):
+            _run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane)
+        remember(Explanation(OPERATOR, shape, on.name, number, strategy, chosen, reason))
+    return y
+
+
+def _counts(rows: Sequence[int] | None, mine: int, group: Group) -> list[int]:
+    if rows is None:
+        return [mine] * group.size
+    counts = [int(one) for one in rows]
+    if len(counts) != group.size or min(counts) < 0 or counts[group.rank] != mine:
+        must = f"{group.size} counts of at least 0, of which the one of rank {group.rank} is {mine}, the rows of x"
+        raise InvalidArgument(argument="rows", was=str(counts), must=must)
+    return counts
+
+
+def _run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    problem: Problem,
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    lane: Lane,
+) -> None:
+    rank, size, k = fabric.group.rank, fabric.group.size, problem.k
+    firsts = [sum(problem.shards[:source]) for source in range(size)]
+    gathered = x.new_empty(problem.m, k)
+    gathered[firsts[rank] : firsts[rank] + x.shape[0]] = x
+    shard = gathered[firsts[rank] : firsts[rank] + x.shape[0]]
+    comes, goes, longest = _movements(problem, plan, rank, size)
+    carrier = Carrier(fabric, lane, x, k * longest)
+    product = product_of(fabric, problem, plan, gathered, w, y.view(-1), None if finish.nothing else finish)
+
+    def bring(parcel: int) -> None:
+        """My rows leave for those who need them in this parcel, theirs come."""
+        carrier.send(parcel, [shard[first - firsts[rank] :][:rows].view(-1) for first, rows in goes[parcel]])
+        carrier.receive(parcel, [gathered[first : first + rows].view(-1) for first, rows in comes[parcel]])
+        product.rows_are_here(parcel)
+
+    lane.limit(plan.share.communication_ctas)
+    parcels = len(comes)
+    if plan.grain == "serial":
+        for parcel in range(parcels):
+            bring(parcel)
+        lane.flush()
+        product.start()
+        return
+    communication = fabric.stream("communication", priority=plan.share.communication_priority)
+    try:
+        product.prepare()
+        communication.fork()
+        product.start()
+        if product.waits_for_rows:
+            for parcel in range(parcels):
+                communication.run(lambda parcel=parcel: bring(parcel))  # type: ignore[misc]
+        else:
+            communication.run(lambda: bring(0))
+            for parcel in range(parcels):
+                communication.join()  # what comes next stands after the arrival of this parcel, and of no other
+                if parcel + 1 < parcels:
+                    communication.run(lambda parcel=parcel: bring(parcel + 1))  # type: ignore[misc]
+                product.reach(parcel)
+    except Exception:  # an interrupt does not wait for anybody
+        join(communication)
+        raise
+    join(communication)
+    lane.flush()
+
+
+def _movements(problem: Problem, plan: Plan, rank: int, size: int) -> tuple[list[list[Rows]], list[list[Rows]], int]:
+    """Of each parcel: the rows that come from each rank, and those that leave for each rank; none for this rank.
+
+    And the most rows that any rank sends to another in a parcel.
+    """
+    if plan.grain == "signaled":
+        grid = problem.grid(plan)
+        all_arrivals = [reorder.arrivals(grid, plan, one) for one in range(size)]
+        comes = [
+            [(one.row, one.rows if one.source == source and source != rank else 0) for source in range(size)]
+            for one in all_arrivals[rank]
+        ]
+        goes = [
+            [
+                (one.row, one.rows) if one.source == rank and peer != rank else (grid.shard_rows[rank], 0)
+                for peer, one in enumerate(all_arrivals[peer][parcel] for peer in range(size))
+            ]
+            for parcel in range(len(plan.parcels))
+        ]
+        return comes, goes, max((one.rows for arrivals in all_arrivals for one in arrivals), default=0)
+    pieces = [list(parcel) for parcel in chunks(problem.shards, plan)]
+    comes = [[(first, rows if source != rank else 0) for source, (first, rows) in enumerate(one)] for one in pieces]
+    goes = [[(one[rank][0], one[rank][1] if peer != rank else 0) for peer in range(size)] for one in pieces]
+    return comes, goes, max((rows for parcel in pieces for _, rows in parcel), default=0)

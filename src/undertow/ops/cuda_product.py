@@ -1,0 +1,205 @@
+"""The signaled product on a GPU: one persistent kernel for all tiles, a counter for each parcel.
+
+Counters are cleared on the call's stream before the communication stream is forked, the kernel adds to them, and the
+communication stream waits for each with a stream memory operation: constants only, so a captured call can be replayed.
+Where tiles wait for rows, the words go the other way: the communication stream sets them, the kernel waits.
+
+The kernel takes as many SMs as the plan says; what runs beside it (sums, copy kernels) needs those that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import InvalidArgument
+from ..fabric import stream_memory, timeline
+from ..fabric.cuda import CudaFabric, CudaStream
+from ..plan import reorder
+from .finish import ACTIVATIONS, Finish
+from .product import Product
+
+if TYPE_CHECKING:
+    from ..fabric.base import Fabric
+    from ..plan.plan import Plan
+    from ..plan.problem import Problem
+
+_WORD = 32  # int32 words between two counters
+_KEPT = 256  # tables of a group: shapes may differ from call to call
+_HALVES = (torch.float16, torch.bfloat16)
+_BLOCK_K = {128: 64, 64: 32}  # by rows of the tile
+_TMA_ALIGNMENT = 16
+_TABLES, _COUNTERS = object(), object()  # names of what is kept with a fabric
+
+
+@dataclass(frozen=True, slots=True)
+class _Factor:
+    """A matrix whose rows are contiguous, perhaps after a transposition."""
+
+    tensor: torch.Tensor
+    transposed: bool
+
+    @property
+    def bulk(self) -> bool:
+        """Whether TMA can read it."""
+        row, one = self.tensor.stride()
+        size = self.tensor.element_size()
+        return (
+            one == 1 and self.tensor.numel() > 0 and row * size % _TMA_ALIGNMENT == 0
+            and self.tensor.data_ptr() % _TMA_ALIGNMENT == 0
+        )  # fmt: skip
+
+
+class CudaTileProduct(Product):
+    """x [M, K] @ w [K, N] into the flat `buffer`, as `plan` lays tiles out; `finish` where the product is complete."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        problem: Problem,
+        plan: Plan,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        buffer: torch.Tensor,
+        finish: Finish | None,
+    ) -> None:
+        assert isinstance(fabric, CudaFabric)
+        assert plan.tile is not None
+        if x.dtype == torch.float64:
+            was = "signaled for float64 on a GPU"
+            raise InvalidArgument(argument="strategy", was=was, must="serial or chunked, or another dtype")
+        self._fabric, self._plan, self._buffer, self._finish = fabric, plan, buffer, finish
+        self._x, self._w = x, w
+        self.waits_for_rows = problem.operator == "all_gather_matmul"
+        grid, rank = problem.grid(plan), fabric.group.rank
+        key = ("tiles", problem.key, problem.shards, plan.digest, rank)
+        self._table = device_table(fabric, key, lambda: reorder.tile_table(grid, plan, rank))
+        self._tiles = reorder.parcel_tiles(grid, plan, rank)
+        self._counters = _counters(fabric, len(plan.parcels))
+        full = problem.n * x.element_size() % _TMA_ALIGNMENT == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
+        even = all(rows % plan.tile[0] == 0 for rows in problem.shards[:-1])
+        self._bulk_stores = plan.layout == "natural" and full and even and buffer.numel() > 0
+        self._shape = problem.m, problem.n
+
+    def prepare(self) -> None:
+        self._counters.zero_()
+
+    def start(self) -> None:
+        if self._table.shape[0]:
+            with timeline.event("matmul", engine="compute", tiles=self._table.shape[0]):
+                self._launch()
+
+    def reach(self, parcel: int) -> None:
+        """The kernel does."""
+
+    def await_parcel(self, parcel: int) -> None:
+        if self._tiles[parcel]:
+            address = self._counters.data_ptr() + 4 * _WORD * parcel
+            self._fabric.guard.wait(address, self._tiles[parcel], on_host=False)
+
+    def rows_are_here(self, parcel: int) -> None:
+        stream = stream_memory.current_stream(self._fabric.device)
+        stream_memory.write(stream, self._counters.data_ptr() + 4 * _WORD * parcel, 1)  # releases the rows
+
+    def _launch(self) -> None:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        from ..kernels import gemm
+
+        assert self._plan.tile is not None
+        block_m, block_n = self._plan.tile
+        guard = self._fabric.guard
+        tiles, inner = self._table.shape[0], self._x.shape[1]
+        bias = self._finish.bias if self._finish is not None else None
+        shared: dict[str, Any] = {
+            "SIGNAL": not self.waits_for_rows, "WAITS": self.waits_for_rows, "BIAS": bias is not None,
+            "ACTIVATION": ACTIVATIONS.index(self._finish.activation) if self._finish is not None else 0,
+            "BLOCK_M": block_m, "BLOCK_N": block_n,
+        }  # fmt: skip
+        ends = (guard.abort, guard.error, int(self._fabric.group.deadline * 1e9))
+        grid = (max(1, min(tiles, self._plan.share.multiprocessors or self._fabric.multiprocessors)),)
+        given = self._buffer if bias is None else bias.contiguous()
+        x, w = _Factor(_rows_contiguous(self._x), False), _as_factor(self._w)
+        kernel: Any
+        if x.tensor.dtype in _HALVES and x.bulk and w.bulk and _has_tma(self._fabric.device) and block_m in _BLOCK_K:
+            block_k = _BLOCK_K[block_m]
+            parts = 2 if self._bulk_stores else 4
+            block_b = [block_n, block_k] if w.transposed else [block_k, block_n]
+            c: Any = self._counters
+            if self._bulk_stores:
+                c = TensorDescriptor.from_tensor(self._buffer.view(self._shape), [block_m, block_n // parts])
+            kernel = gemm.gemm_kernel
+            kernel[grid](
+                TensorDescriptor.from_tensor(x.tensor, [block_m, block_k]),
+                TensorDescriptor.from_tensor(w.tensor, block_b),
+                c, self._buffer, given, self._table, self._counters, tiles, inner, *ends,
+                BLOCK_K=block_k, TRANSPOSED=w.transposed, PARTS=parts, BULK=self._bulk_stores, DEFER=True,
+                num_warps=8, num_stages=3 if self.waits_for_rows else 4, **shared,
+            )  # fmt: skip
+            return
+        kernel = gemm.plain_gemm_kernel
+        b_row, b_column = self._w.stride()
+        kernel[grid](
+            self._x, self._w, self._buffer, given, self._table, self._counters, tiles, inner, *self._x.stride(),
+            b_row, b_column, *ends, BLOCK_K=32, PARTS=2 if block_n <= 128 else 4,
+            num_warps=8 if block_m * block_n > 128 * 64 else 4, num_stages=2, **shared,
+        )  # fmt: skip
+
+
+def device_table(fabric: Fabric, key: tuple[object, ...], make: Callable[[], NDArray[np.int64]]) -> torch.Tensor:
+    """The table on the GPU; made and uploaded at the first call that needs it, which cannot be a captured one."""
+    tables: dict[tuple[object, ...], torch.Tensor] = fabric.kept.setdefault(id(_TABLES), {})  # type: ignore[assignment]
+    found = tables.get(key)
+    if found is None:
+        if torch.cuda.is_current_stream_capturing():
+            was = "the first one of this shape and plan, inside a CUDA graph capture"
+            raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it uploads a table")
+        if len(tables) >= _KEPT:
+            fabric.settle()  # kernels that were enqueued may still read them
+            tables.clear()
+        uploads = fabric.stream("upload")
+        assert isinstance(uploads, CudaStream)
+        with torch.cuda.stream(uploads.stream):  # the caller's own stream may be waiting for something
+            found = torch.from_numpy(np.ascontiguousarray(make())).to(fabric.group.device)
+        uploads.stream.synchronize()
+        tables[key] = found
+    return found
+
+
+def _counters(fabric: CudaFabric, parcels: int) -> torch.Tensor:
+    """Words for the parcels of a call on the current stream.
+
+    Calls on one stream come one after the other, so they share them. A captured call has its own: its graph may be
+    replayed on any stream. They are never freed while the group lives, as the watchdog may still release them.
+    """
+    kept: dict[int, torch.Tensor] = fabric.kept.setdefault(id(_COUNTERS), {})  # type: ignore[assignment]
+    capturing = torch.cuda.is_current_stream_capturing()
+    key = -len(kept) - 1 if capturing else stream_memory.current_stream(fabric.device)
+    found = kept.get(key)
+    if found is None or found.numel() < parcels * _WORD:
+        if found is not None:
+            kept[-len(kept) - 1] = found
+        found = kept[key] = torch.zeros(max(64, parcels) * _WORD, dtype=torch.int32, device=fabric.device)
+    return found
+
+
+def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _as_factor(w: torch.Tensor) -> _Factor:
+    """w [K, N] as it lies: by rows, by columns, or copied."""
+    if w.stride(1) == 1:
+        return _Factor(w, False)
+    if w.stride(0) == 1:
+        return _Factor(w.t(), True)
+    return _Factor(w.contiguous(), False)
+
+
+def _has_tma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] >= 9

@@ -1,0 +1,130 @@
+"""What is done to a reduced sum before the user sees it: y = activation(sum of parts + bias), and unpacking.
+
+    reference:  total = parts[0] + parts[1] + ...           in this order, 16-bit types in fp32
+                y = activation(total + bias)                 rounded once
+
+Bias and activation belong to the reduced sum, never to a rank's partial product. On CUDA a bounded number of CTAs does
+it; on CPU torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
+
+ACTIVATIONS = ("none", "relu", "gelu", "silu")
+_FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
+_HALVES = (torch.float16, torch.bfloat16)
+_CTAS = 16
+
+
+@dataclass(frozen=True)
+class Finish:
+    """`bias` [N] or None, `activation` one of ACTIVATIONS; `ctas`: what a kernel may take beside a matmul."""
+
+    bias: torch.Tensor | None
+    activation: str
+    ctas: int = _CTAS
+
+    @staticmethod
+    def of(bias: torch.Tensor | None, activation: str, plan: Plan) -> Finish:
+        """With the CTAs that the plan leaves to communication while a matmul runs."""
+        beside = plan.grain == "signaled" and plan.share.communication_ctas is not None
+        return Finish(bias, activation, plan.share.communication_ctas or _CTAS if beside else _CTAS)
+
+    @property
+    def nothing(self) -> bool:
+        return self.bias is None and self.activation == "none"
+
+    def sum(self, out: torch.Tensor, parts: Sequence[torch.Tensor], first: int = 0, finish: bool = True) -> None:
+        """out = the sum of flat `parts`, finished unless told otherwise; `out[0]` is element `first` of the matrix."""
+        bias = self.bias if finish else None
+        activation = self.activation if finish else "none"
+        if out.numel() == 0 or (len(parts) == 1 and out is parts[0] and bias is None and activation == "none"):
+            return
+        if out.device.type == "cuda":
+            _sum_on_gpu(out, parts, bias, activation, first, self.ctas)
+            return
+        total = parts[0].to(torch.float32 if out.dtype in _HALVES else out.dtype)
+        if len(parts) > 1:
+            total = torch.add(total, parts[1])
+            for part in parts[2:]:
+                total += part
+        if bias is not None:
+            columns = torch.arange(first, first + out.numel()) % bias.numel()
+            total = total + bias[columns]
+        out.copy_(_FUNCTIONS[activation](total) if activation != "none" else total)
+
+    def unpack(self, y: torch.Tensor, buffer: torch.Tensor, table: NDArray[np.int64] | torch.Tensor) -> None:
+        """y [rows, N] from a flat packed `buffer`, finished. On CUDA the table is a tensor on the device."""
+        if isinstance(table, torch.Tensor):
+            _unpack_on_gpu(y, buffer, table, self.bias, self.activation)
+            return
+        for row, rows, column, columns, place, stride in table.tolist():
+            tile = buffer.as_strided((rows, columns), (stride, 1), buffer.storage_offset() + place)
+            y[row : row + rows, column : column + columns] = tile
+        self.apply(y)
+
+    def apply(self, y: torch.Tensor) -> None:
+        """In place, to a whole contiguous matrix."""
+        if not self.nothing:
+            self.sum(y.view(-1), [y.view(-1)])
+
+
+def check_finish(bias: torch.Tensor | None, activation: str, columns: int, like: torch.Tensor) -> None:
+    if activation not in ACTIVATIONS:
+        raise InvalidArgument(argument="activation", was=repr(activation), must=f"one of {', '.join(ACTIVATIONS)}")
+    if bias is not None and (tuple(bias.shape) != (columns,) or bias.dtype != like.dtype or bias.device != like.device):
+        was = f"{list(bias.shape)} {bias.dtype} on {bias.device}"
+        raise InvalidArgument(argument="bias", was=was, must=f"[{columns}] {like.dtype} on {like.device}")
+
+
+def _sum_on_gpu(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, activation: str, first: int, ctas: int
+) -> None:
+    from ..kernels import combine
+
+    kernel: Any = combine.combine_kernel
+    if (
+        len(parts) > combine.MOST_PARTS
+    ):  # in fp32 between the kernels, so that 16-bit sums are rounded once all the same
+        wide = torch.float32 if out.dtype in _HALVES else out.dtype
+        total = torch.empty(out.shape, dtype=wide, device=out.device)
+        total.copy_(parts[0])
+        for part in parts[1:]:
+            total += part
+        parts = [total]
+    addresses = [one.data_ptr() for one in (out, *parts)]
+    padded = [*parts, *[parts[0]] * (combine.MOST_PARTS - len(parts))]
+    blocks = -(-out.numel() // combine.BLOCK)
+    kernel[(max(1, min(ctas, blocks)),)](
+        out, *padded, out if bias is None else bias.contiguous(), out.numel(), first,
+        1 if bias is None else bias.numel(), PARTS=len(parts), BIAS=bias is not None,
+        ACTIVATION=ACTIVATIONS.index(activation), ALIGNED=all(one % 16 == 0 for one in addresses), BLOCK=combine.BLOCK,
+        num_warps=combine.WARPS,
+    )  # fmt: skip
+
+
+def _unpack_on_gpu(
+    y: torch.Tensor, buffer: torch.Tensor, table: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> None:
+    from ..kernels import combine
+
+    kernel: Any = combine.unpack_kernel
+    tiles = table.shape[0]
+    if tiles:
+        kernel[(tiles,)](
+            y, buffer, y if bias is None else bias.contiguous(), table, tiles, y.shape[1], BIAS=bias is not None,
+            ACTIVATION=ACTIVATIONS.index(activation), ROWS=combine.UNPACK_ROWS, COLUMNS=combine.UNPACK_COLUMNS,
+            num_warps=combine.WARPS,
+        )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Rank r sends rows of y_r = activation(x_r @ w_r + bias_r) to the ranks that own them: tokens leave an expert.
+
+| tensor | shape on each rank |
+|---|---|
+| x | [sum over destinations d of splits[r][d], K]: rows for rank 0, then rows for rank 1, ... |
+| w | [K, N], each rank its own |
+| y | [sum over sources s of splits[s][r], N]: rows from rank 0, then rows from rank 1, ... |
+
+Nothing is reduced: the product is complete where it is made, so bias and activation are the sender's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..collective.carry import Carrier
+from ..errors import InvalidArgument
+from ..fabric.group import Group
+from ..fabric.registry import as_group
+from ..plan import reorder
+from ..plan.plan import Plan, split
+from ..plan.problem import Problem
+from ..plan.tiles import chunks
+from .choose import choose
+from .explain import Explanation, remember
+from .finish import Finish, check_finish
+from .operands import check_factors, dtype_name, output
+from .overlap import overlap
+from .produce import placed, product_of
+from .product import NoProduct
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..fabric.base import Fabric, Lane
+
+OPERATOR = "matmul_all_to_all"
+Splits = Sequence[int] | Sequence[Sequence[int]] | None
+
+
+def reference(
+    xs: Sequence[torch.Tensor], ws: Sequence[torch.Tensor], splits: Sequence[Sequence[int]]
+) -> list[torch.Tensor]:
+    """The meaning, as a plain loop: what every rank gets (without bias and activation)."""
+    rows = [torch.split(x @ w, list(row)) for x, w, row in zip(xs, ws, splits, strict=True)]
+    return [torch.cat([rows[source][rank] for source in range(len(xs))]) for rank in range(len(xs))]
+
+
+def matmul_all_to_all(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    splits: Splits = None,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    strategy: str = "auto",
+    plan: Plan | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ w, whose rows go to the ranks that own them -> what this rank owns, in the order of the senders.
+
+    `splits`: rows for each rank; or the matrix splits[sender][destination], which spares ranks from telling each other;
+    or None: every rank has as many rows and cuts them by torch.tensor_split.
+    """
+    on = as_group(group)
+    check_factors(x, w, on)
+    n = w.shape[1]
+    check_finish(bias, activation, n, x)
+    matrix = _matrix(splits, x.shape[0], on)
+    y = output(out, (sum(row[on.rank] for row in matrix), n), x, w)
+    shared = Problem.for_splits(
+        matrix, n, x.shape[1], dtype=dtype_name(x), device=x.device.type, multiprocessors=on.fabric.multiprocessors
+    )
+    mine = replace(shared, m=x.shape[0], shards=tuple(matrix[on.rank]))
+    chosen, reason = choose(shared, strategy, plan, on)
+    shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
+    with on.call(OPERATOR, f"N {n}, {dtype_name(x)}", f"{chosen.name} {chosen.digest}") as number:
+        lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
+        with on.fabric.guarded_call((y,)):
+            run(x, w, y, matrix, mine, chosen, Finish(bias, activation), on.fabric, lane)
+        remember(Explanation(OPERATOR, shape, on.name, number, strategy, chosen, reason))
+    return y
+
+
+def _matrix(splits: Splits, rows: int, group: Group) -> list[list[int]]:
+    """splits[sender][destination] of all ranks."""
+    size, rank = group.size, group.rank
+    if splits is None:
+        return [[stop - start for start, stop in split(rows, size)]] * size
+    matrix: list[list[int]] = []
+    mine: list[int] = []
+    for row in splits:
+        if isinstance(row, Sequence):
+            matrix.append([int(one) for one in row])
+        else:
+            mine.append(int(row))
+    if matrix:
+        if len(matrix) != size or any(len(row) != size for row in matrix):
+            was = f"{len(matrix)} rows of {[len(row) for row in matrix]} counts"
+            raise InvalidArgument(argument="splits", was=was, must=f"a matrix of {size} x {size} counts")
+        mine = matrix[rank]
+    if len(mine) != size or min(mine) < 0 or sum(mine) != rows:
+        must = f"{size} counts of at least 0 that add up to {rows}, the rows of x"
+        raise InvalidArgument(argument="splits", was=str(mine), must=must)
+    return matrix or group.exchange(mine, "how rows are split")
+
+
+def run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    matrix: Sequence[Sequence[int]],
+    problem: Problem,
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    lane: Lane,
+    compute: bool = True,
+) -> None:
+    """`compute` False: only what moves, for measurements."""
+    rank, n = fabric.group.rank, problem.n
+    buffer = x.new_empty(problem.m * n)
+    packed = plan.grain == "signaled" and plan.layout == "packed"
+    if plan.grain == "signaled":
+        leaving = reorder.pieces(problem.grid(plan), plan)
+        arriving = reorder.arriving_pieces(matrix, n, plan, rank)
+    else:
+        leaving = _row_pieces(problem.shards, n, plan)
+        arriving = _row_pieces([row[rank] for row in matrix], n, plan)
+    result = y.new_empty(y.numel()) if packed else y.view(-1)
+    carrier = Carrier(fabric, lane, y, _longest(max(max(row) for row in matrix), n, plan))
+
+    def landing(parcel: int) -> list[torch.Tensor]:
+        return [result[offset : offset + count] for offset, count in arriving[parcel]]
+
+    def carry(parcel: int) -> None:
+        parts = [buffer[offset : offset + count] for offset, count in leaving[parcel]]
+        landing(parcel)[rank].copy_(parts[rank])
+        carrier.send(parcel, parts)
+
+    def collect(parcel: int) -> None:
+        carrier.receive(parcel, landing(parcel))
+
+    epilogue = None if finish.nothing else finish
+    product = product_of(fabric, problem, plan, x, w, buffer, epilogue) if compute else NoProduct()
+    overlap(fabric, lane, plan, product, carry, collect, len(plan.parcels))
+    if packed:
+        key = ("unpack", tuple(map(tuple, matrix)), n, plan.digest, rank)
+        table = placed(fabric, key, lambda: reorder.arriving_table(matrix, n, plan, rank))
+        Finish(None, "none").unpack(y, result, table)
+
+
+def _longest(rows: int, n: int, plan: Plan) -> int:
+    """No less than the elements of any piece, of whatever rank: all ranks must ask for as much room.
+
+    A parcel takes its fraction of a shard's units (rows, bands, or tiles), and may be one unit and a tail longer.
+    """
+    most = max((stop - start for start, stop in plan.parcels), default=0)
+    block_m = plan.tile[0] if plan.tile is not None else 1
+    return min(rows, -(-rows * most // max(1, plan.extent)) + 2 * block_m) * n
+
+
+def _row_pieces(shards: Sequence[int], n: int, plan: Plan) -> tuple[tuple[tuple[int, int], ...], ...]:
+    return tuple(tuple((row * n, rows * n) for row, rows in parcel) for parcel in chunks(shards, plan))

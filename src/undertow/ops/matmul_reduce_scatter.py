@@ -1,0 +1,120 @@
+"""y_r = activation(rows r of (sum over ranks s of x_s @ w_s) + bias): a row-parallel layer with sharded rows.
+
+| tensor | shape on each rank | sharded over |
+|---|---|---|
+| x_shard_k | [M, K_r] | K |
+| w_shard_k | [K_r, N] | K |
+| y_shard_m | [M_r, N] | M: rank r holds rows in the order of torch.tensor_split, which may be none |
+
+Every parcel holds a share of every rank's rows, so that all ranks have something to send and to sum from the first
+parcel on. Each rank sums what the others send for its own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..collective.carry import Carrier
+from ..fabric.group import Group
+from ..fabric.registry import as_group
+from ..plan import reorder
+from ..plan.plan import Plan, split
+from ..plan.problem import Problem
+from ..plan.tiles import chunks
+from .choose import choose
+from .explain import Explanation, remember
+from .finish import Finish, check_finish
+from .operands import check_factors, dtype_name, output
+from .overlap import overlap
+from .produce import placed, product_of
+from .product import NoProduct
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..fabric.base import Fabric, Lane
+
+OPERATOR = "matmul_reduce_scatter"
+
+
+def reference(x_shards_k: Sequence[torch.Tensor], w_shards_k: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The meaning, as a plain loop: what every rank gets (without bias and activation)."""
+    y = x_shards_k[0].new_zeros(x_shards_k[0].shape[0], w_shards_k[0].shape[1])
+    for x_shard_k, w_shard_k in zip(x_shards_k, w_shards_k, strict=True):
+        y += x_shard_k @ w_shard_k
+    return list(torch.tensor_split(y, len(x_shards_k)))
+
+
+def matmul_reduce_scatter(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    strategy: str = "auto",
+    plan: Plan | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> this rank's rows [M_r, N], bias and activation."""
+    on = as_group(group)
+    check_factors(x, w, on)
+    m, n = x.shape[0], w.shape[1]
+    check_finish(bias, activation, n, x)
+    start, stop = split(m, on.size)[on.rank]
+    y = output(out, (stop - start, n), x, w)
+    problem = Problem.of(
+        OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
+        multiprocessors=on.fabric.multiprocessors,
+    )  # fmt: skip
+    chosen, reason = choose(problem, strategy, plan, on)
+    shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
+    same_on_all = f"M {m}, N {n}, {dtype_name(x)}"
+    with on.call(OPERATOR, same_on_all, f"{chosen.name} {chosen.digest}") as number:
+        lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
+        with on.fabric.guarded_call((y,)):
+            run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen), on.fabric, lane)
+        remember(Explanation(OPERATOR, shape, on.name, number, strategy, chosen, reason))
+    return y
+
+
+def run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    problem: Problem,
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    lane: Lane,
+    compute: bool = True,
+) -> None:
+    """`compute` False: only what moves, for measurements."""
+    rank, n = fabric.group.rank, problem.n
+    buffer = x.new_empty(problem.m * n)
+    packed = plan.grain == "signaled" and plan.layout == "packed"
+    first = split(problem.m, fabric.group.size)[rank][0] * n
+    if plan.grain == "signaled":
+        pieces = reorder.pieces(problem.grid(plan), plan)
+    else:
+        pieces = tuple(tuple((row * n, rows * n) for row, rows in parcel) for parcel in chunks(problem.shards, plan))
+    places = [one[rank][0] - first for one in pieces]  # natural: rows stand in the shard as in the matrix
+    if packed:
+        places = [place for place, _ in reorder.received_pieces(problem.grid(plan), plan, rank)]
+    result = y.new_empty(y.numel()) if packed else y.view(-1)
+    carrier = Carrier(fabric, lane, y, max((count for parcel in pieces for _, count in parcel), default=0))
+
+    def carry(parcel: int) -> None:
+        parts = [buffer[offset : offset + count] for offset, count in pieces[parcel]]
+        mine = result[places[parcel] : places[parcel] + parts[rank].numel()]
+        carrier.reduce(parcel, parts, lambda found: finish.sum(mine, found, pieces[parcel][rank][0], not packed))
+
+    product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
+    overlap(fabric, lane, plan, product, carry, None, len(pieces))
+    if packed:
+        key = ("unpack", problem.key, plan.digest, rank)
+        finish.unpack(y, result, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan, rank)))

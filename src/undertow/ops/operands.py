@@ -1,0 +1,46 @@
+"""The arguments that all matmul operators share: checked once, one sentence each."""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import InvalidArgument
+from ..fabric.group import Group
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = "x") -> None:
+    """x [M, K] and w [K, N], of any strides, on the group's device, of one dtype."""
+    for name, tensor in ((x_name, x), ("w", w)):
+        if tensor.dim() != 2:
+            raise InvalidArgument(argument=name, was=f"of shape {list(tensor.shape)}", must="a matrix")
+        if tensor.device != group.device:
+            raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {group.device}")
+        if tensor.dtype not in DTYPES:
+            must = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+            raise InvalidArgument(argument=name, was=f"of {tensor.dtype}", must=f"one of {must}")
+    if w.shape[0] != x.shape[1]:
+        must = f"of {x.shape[1]} rows, as {x_name} has columns"
+        raise InvalidArgument(argument="w", was=f"of shape {list(w.shape)}", must=must)
+    if w.dtype != x.dtype:
+        raise InvalidArgument(argument="w", was=f"of {w.dtype}", must=f"of {x.dtype}, as {x_name} is")
+    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
+        must = "detached, or the call under torch.no_grad(): this operator has no backward yet"
+        raise InvalidArgument(argument=f"{x_name} or w", was="a tensor that requires a gradient", must=must)
+
+
+def output(out: torch.Tensor | None, shape: tuple[int, int], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`out` if it is given and right, else a new tensor."""
+    if out is None:
+        return x.new_empty(shape)
+    if any(out.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in (x, w) if one.numel()):
+        raise InvalidArgument(argument="out", was="in the storage of x or w", must="a tensor of its own")
+    if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
+        was = f"{list(out.shape)} {out.dtype} on {out.device}"
+        raise InvalidArgument(argument="out", was=was, must=f"contiguous {list(shape)} {x.dtype} on {x.device}")
+    return out

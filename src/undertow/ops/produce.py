@@ -1,0 +1,56 @@
+"""The product that a plan asks for, and its tables, on the device that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import InvalidArgument
+from ..plan import reorder
+from ..plan.tiles import chunks
+from .product import Product, RowProduct, TileProduct
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..fabric.base import Fabric
+    from ..plan.plan import Plan
+    from ..plan.problem import Problem
+    from .finish import Finish
+
+
+def product_of(
+    fabric: Fabric,
+    problem: Problem,
+    plan: Plan,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    buffer: torch.Tensor,
+    finish: Finish | None,
+) -> Product:
+    """x [M, K] @ w [K, N] into the flat `buffer`, as `plan` lays it out; `finish` where the product is complete."""
+    if plan.grain in ("serial", "chunked"):
+        rows = chunks(problem.shards, plan)
+        return RowProduct(fabric, plan, x, w, buffer.view(problem.m, problem.n), rows, finish)
+    if plan.grain != "signaled":
+        raise InvalidArgument(argument="plan", was=plan.name, must="serial, chunked or signaled")
+    if x.device.type == "cuda":
+        from .cuda_product import CudaTileProduct
+
+        return CudaTileProduct(fabric, problem, plan, x, w, buffer, finish)
+    table = reorder.tile_table(problem.grid(plan), plan, fabric.group.rank)
+    return TileProduct(x, w, buffer, table, len(plan.parcels), finish)
+
+
+def placed(
+    fabric: Fabric, key: tuple[object, ...], make: Callable[[], NDArray[np.int64]]
+) -> NDArray[np.int64] | torch.Tensor:
+    """A table for this device: as it is on a CPU, uploaded once on a GPU."""
+    if fabric.group.device.type == "cpu":
+        return make()
+    from .cuda_product import device_table
+
+    return device_table(fabric, key, make)

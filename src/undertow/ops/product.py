@@ -1,0 +1,125 @@
+"""x @ w, computed parcel by parcel: who computes, and how it is known that a parcel is complete.
+
+    start        once, before the first parcel
+    reach(k)     the caller computes parcel k, unless a kernel that is already running does
+    await_parcel on the communication stream: parcel k is complete from here on
+
+CPU: `reach` computes the parcel's tiles one after the other by torch, so nothing is left to wait for. CUDA: `start`
+launches one persistent kernel for all tiles (`cuda_product`), and `await_parcel` is a stream memory operation on the
+parcel's counter, which holds no SM.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..fabric import timeline
+from .finish import Finish
+
+if TYPE_CHECKING:
+    from ..fabric.base import Fabric
+    from ..plan.plan import Plan
+
+
+class Product(ABC):
+    """The parcels of one call's product."""
+
+    waits_for_rows = False  # whether the running kernel itself waits for rows of x that are still to come
+
+    def prepare(self) -> None:  # noqa: B027 - most need nothing
+        """Before other streams are forked: what both sides of a signal must find as it was."""
+
+    def rows_are_here(self, parcel: int) -> None:  # noqa: B027 - the caller of `reach` knows
+        """In the order of the current stream: the rows of x that the parcel needs have arrived."""
+
+    def start(self) -> None:  # noqa: B027 - most need nothing
+        """Before the first parcel."""
+
+    @abstractmethod
+    def reach(self, parcel: int) -> None:
+        """The caller's part of computing a parcel."""
+
+    def await_parcel(self, parcel: int) -> None:  # noqa: B027 - what `reach` computed is there
+        """In the order of the current stream: the parcel is complete."""
+
+
+class NoProduct(Product):
+    """Nothing is computed: what moves, moves whatever the buffer holds."""
+
+    def reach(self, parcel: int) -> None:
+        return
+
+
+class RowProduct(Product):
+    """Parcels of rows, each by torch's own matmul: serial (all of them first) and chunked."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        plan: Plan,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        y: torch.Tensor,
+        rows: Sequence[Sequence[tuple[int, int]]],
+        finish: Finish | None,
+    ) -> None:
+        """y [M, N] = x @ w, finished if told so. `rows[parcel]`: ranges (first, count) of rows."""
+        self._fabric, self._plan = fabric, plan
+        self._x, self._w, self._y, self._rows, self._finish = x, w, y, rows, finish
+
+    def start(self) -> None:
+        if self._plan.grain == "serial":
+            with timeline.event("matmul", engine="compute", rows=self._x.shape[0]):
+                self._multiply(0, self._x.shape[0])
+
+    def reach(self, parcel: int) -> None:
+        if self._plan.grain == "serial":
+            return
+        for first, count in self._rows[parcel]:
+            if count:
+                with (
+                    self._fabric.computing(self._plan.share.multiprocessors),
+                    timeline.event("matmul", engine="compute", rows=count),
+                ):
+                    self._multiply(first, count)
+
+    def _multiply(self, first: int, count: int) -> None:
+        part = self._y[first : first + count]
+        torch.matmul(self._x[first : first + count], self._w, out=part)
+        if self._finish is not None:
+            self._finish.apply(part)
+
+
+class TileProduct(Product):
+    """Parcels of tiles on a CPU, each tile by torch."""
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        buffer: torch.Tensor,
+        table: NDArray[np.int64],
+        parcels: int,
+        finish: Finish | None,
+    ) -> None:
+        """Tiles of x @ w to their places in the flat `buffer`, in the order of a tile table."""
+        self._x, self._w, self._buffer, self._finish = x, w, buffer, finish
+        bounds = np.searchsorted(table[:, 6], np.arange(parcels + 1))
+        self._tiles = [table[bounds[one] : bounds[one + 1], :6].tolist() for one in range(parcels)]
+
+    def reach(self, parcel: int) -> None:
+        with timeline.event("matmul", engine="compute", tiles=len(self._tiles[parcel])):
+            for row, rows, column, columns, place, stride in self._tiles[parcel]:
+                product = torch.mm(self._x[row : row + rows], self._w[:, column : column + columns])
+                if self._finish is not None:
+                    bias = self._finish.bias
+                    part = Finish(None if bias is None else bias[column : column + columns], self._finish.activation)
+                    part.apply(product)
+                tile = self._buffer.as_strided((rows, columns), (stride, 1), self._buffer.storage_offset() + place)
+                tile.copy_(product)

@@ -1,0 +1,71 @@
+"""Plans for a strategy that the user named, where nothing was measured: sensible parcels, nothing clever.
+
+serial     the whole product first; what moves is cut only to keep a link busy in both directions
+chunked    CHUNKS equal parts of the rows
+signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from .plan import Plan, Share, split
+from .problem import Problem
+
+CHUNKS = 4
+PARCELS = 8
+_PIPELINED_BYTES = 16 << 20  # a serial result is cut into parts of about so many bytes
+_MOST_SERIAL = 8
+_CPU_BANDS = 16
+_CPU_COLUMNS = 512
+_CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
+_RESERVED = {"net": 4, "peer": 4, "dma": 2}
+"""SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
+
+
+def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
+    """A plan of that grain and lane for this problem."""
+    if grain == "signaled":
+        return _signaled(problem, lane)
+    parts = CHUNKS if grain == "chunked" else min(_MOST_SERIAL, problem.result_bytes // _PIPELINED_BYTES)
+    if grain == "serial" and lane == "net":
+        parts = 1
+    return Plan(grain, lane, split(problem.m, max(1, min(parts, problem.m))))
+
+
+def _signaled(problem: Problem, lane: str) -> Plan:
+    tile = _tile(problem)
+    share = _share(problem, lane)
+    plan = Plan("signaled", lane, ((0, 0),), share=share, tile=tile, order=problem.order)
+    grid = problem.grid(plan)
+    group = max(1, min(8, sum(grid.band_counts)))
+    if problem.order == "rotated":  # every source's rows in two halves
+        longest = max(grid.band_counts, default=0)
+        halves = split(longest, max(1, min(2, longest)))
+        bounds = [source * longest + stop for source in range(problem.ranks) for _, stop in halves]
+        return replace(plan, parcels=_parcels(bounds), group_bands=group)
+    bands = sum(grid.band_counts)
+    if bands >= PARCELS // 2:
+        bounds = [stop * grid.columns for _, stop in split(bands, min(PARCELS, bands))]
+        return replace(plan, parcels=_parcels(bounds), group_bands=group)
+    bounds = [stop for _, stop in split(grid.tiles, max(1, min(PARCELS, grid.tiles)))]
+    return replace(plan, parcels=_parcels(bounds), group_bands=group, layout="packed")
+
+
+def _share(problem: Problem, lane: str) -> Share:
+    """On a GPU: all SMs but those that the lane and the sums need."""
+    if problem.device == "cpu":
+        return Share()
+    reserved = min(_RESERVED[lane], problem.multiprocessors - 1)
+    return Share(multiprocessors=problem.multiprocessors - reserved, communication_ctas=max(1, reserved))
+
+
+def _tile(problem: Problem) -> tuple[int, int]:
+    if problem.device == "cuda":
+        return _CUDA_TILE if problem.item_size == 2 else _CUDA_WIDE_TILE
+    return max(1, -(-problem.m // _CPU_BANDS)), _CPU_COLUMNS
+
+
+def _parcels(stops: list[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(itertools.pairwise([0, *stops]))

@@ -1,0 +1,226 @@
+"""How long a plan will take on a machine. Equations only: nothing runs.
+
+**Matmul.** rate(c) are the operations per second of the machine's matmul on c workers, inside a full wave. A tile takes
+`Work.overhead` + 2 block_m block_n k / (efficiency · rate(c) / c), a kernel ceil(tiles / c) such waves. Serial and
+chunked matmuls are the library's: tiles of `LIBRARY_TILE`, without overhead. CPU threads have no waves of their own:
+there a matmul takes its operations at the rate, and tails cost what they are. Where the machine tells its `copy_speed`,
+no matmul is faster than its operands can be read.
+
+**Communication.** Of B bytes of its product each of R ranks sends, and receives,
+
+    all_reduce       2 (R - 1) / R B     in two phases, reduce and gather, each of half
+    reduce_scatter     (R - 1) / R B
+    all_to_all         (R - 1) / R B
+    all_gather         (R - 1) / R B     B: bytes of the gathered input
+
+and a phase of x bytes takes the lane's curve at x. Curves of whole collectives in the machine file go before that.
+
+**Overlap.** `pipeline` with parcels ready at the ends of waves, slowdowns from `interference`, the costs of signals and
+launches, and the skew between ranks. A packed result is unpacked at the end: bytes / copy_speed. all_gather_matmul is
+the mirror image: the lane is the producer, tiles wait for rows. serial is one parcel, into however many its collective
+is cut: lanes are measured with their own pipelining.
+
+A parcel counts as its share of the tiles, tails and uneven splits notwithstanding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import pipeline
+from .machine import at
+from .pipeline import Step
+from .problem import ITEM_SIZES
+
+if TYPE_CHECKING:
+    from .machine import Machine
+    from .plan import Plan
+    from .problem import Problem
+
+LIBRARY_TILE = (128, 256)
+"""What vendors' libraries use for large matmuls on recent GPUs: how their waves are counted."""
+_COPY_SPEED = {"cpu": 4e9, "cuda": 2e12}  # bytes of result per second, until `Work.copy_speed` says better
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Seconds. `gemm` and `communication` are each alone; `exposed` is what the call takes beyond its matmul."""
+
+    gemm: float
+    communication: float
+    unpack: float
+    total: float
+
+    @property
+    def exposed(self) -> float:
+        return self.total - self.gemm
+
+
+def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
+    """The seconds of one call. The plan must fit the problem (`Plan.check`)."""
+    parcels = plan.parcels if plan.grain != "serial" else ((0, plan.extent),)
+    bounds = [0, *itertools.accumulate(stop - start for start, stop in parcels)]
+    computing = _matmul_times(problem, plan, machine, bounds)
+    moving = [_moving(problem, plan, machine, start, stop, max(1, bounds[-1])) for start, stop in parcels]
+    steps, total = _steps(problem, plan, machine, computing, moving)
+    producer_end, consumer_end = pipeline.run(total, steps)
+    packed = plan.grain == "signaled" and plan.layout == "packed"
+    unpack = unpack_seconds(problem, machine) if packed else 0.0
+    end = max(producer_end, consumer_end) + unpack
+    return Prediction(sum(computing), sum(cost for cost, _ in moving), unpack, end)
+
+
+def workers_of(problem: Problem, plan: Plan) -> int:
+    """The SMs (threads) that the plan's matmul runs on."""
+    share = plan.share.multiprocessors if plan.grain != "serial" else None
+    return min(problem.multiprocessors, share or problem.multiprocessors)
+
+
+def signal_seconds(plan: Plan, machine: Machine) -> float:
+    """From a complete parcel to the start of its call: nothing on the same stream, a hop to another, a signal."""
+    if plan.grain == "serial":
+        return 0.0
+    if plan.grain == "chunked" or machine.work.signal is None:
+        return machine.stream_seconds
+    return machine.work.signal
+
+
+# -- matmul --------------------------------------------------------------------------------------------------------
+
+
+def rate(problem: Problem, machine: Machine, workers: int) -> float:
+    """Operations per second on so many workers inside a full wave, for the problem's dtype.
+
+    The measured matmul had a last wave that was not full; a dtype of another size runs as much slower as it is larger.
+    """
+    curve = machine.gemm
+    found = 2 * math.prod(curve.shape) / curve.seconds(workers)
+    if curve.workers == "SMs":
+        tiles = _tiles(curve.shape[0], curve.shape[1], LIBRARY_TILE)
+        used = min(workers, curve.points[-1][0])
+        found *= -(-tiles // used) * used / tiles
+    return found * ITEM_SIZES.get(curve.dtype, problem.item_size) / problem.item_size
+
+
+def tile_seconds(problem: Problem, machine: Machine, tile: tuple[int, int], workers: int) -> float:
+    """What one tile takes while `workers` of them are computed at once."""
+    tiles = max(1, sum(_tiles(rows, problem.n, tile) for rows in problem.shards))
+    operations = 2 * tile[0] * tile[1] * problem.k if machine.gemm.workers == "SMs" else problem.flops / tiles
+    work = machine.work
+    seconds = work.overhead + operations * workers / (work.efficiency * rate(problem, machine, workers))
+    return max(seconds, _reading(problem, machine, problem.m) / -(-tiles // workers))
+
+
+def matmul_seconds(problem: Problem, machine: Machine, workers: int, rows: int) -> float:
+    """A library's matmul of so many of the problem's rows."""
+    if not rows:
+        return 0.0
+    speed = rate(problem, machine, workers)
+    seconds = 2 * rows * problem.n * problem.k / speed
+    if machine.gemm.workers == "SMs":
+        waves = -(-_tiles(rows, problem.n, LIBRARY_TILE) // workers)
+        seconds = waves * workers * 2 * math.prod(LIBRARY_TILE) * problem.k / speed
+    return machine.launch_seconds + max(seconds, _reading(problem, machine, rows))
+
+
+def _reading(problem: Problem, machine: Machine, rows: int) -> float:
+    """Seconds to read x and w and to write y once; a copy reads and writes, so memory is twice as fast. 0: unknown."""
+    if machine.work.copy_speed is None:
+        return 0.0
+    elements = rows * problem.k + problem.k * problem.n + rows * problem.n
+    return elements * problem.item_size / (2 * machine.work.copy_speed)
+
+
+def _matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int]) -> list[float]:
+    """What each parcel's part of the matmul takes, in the order of the parcels."""
+    workers, extent = workers_of(problem, plan), max(1, bounds[-1])
+    if plan.tile is None:
+        cuts = [problem.m * bound // extent for bound in bounds]
+        return [matmul_seconds(problem, machine, workers, stop - start) for start, stop in itertools.pairwise(cuts)]
+    tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)
+    one = tile_seconds(problem, machine, plan.tile, workers)
+    ends = [-(-tiles * bound // (extent * workers)) * one for bound in bounds]
+    times = [stop - start for start, stop in itertools.pairwise(ends)]
+    return [machine.launch_seconds + times[0], *times[1:]] if times else []
+
+
+def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
+    return -(-rows // tile[0]) * -(-columns // tile[1])
+
+
+# -- communication -------------------------------------------------------------------------------------------------
+
+
+def collective_seconds(problem: Problem, machine: Machine, lane: str, nbytes: float) -> tuple[float, float]:
+    """Seconds of the operator's collective on `nbytes` of each rank's product, and bytes per second each way."""
+    ranks = problem.ranks
+    if ranks == 1 or nbytes <= 0:
+        return 0.0, 0.0
+    phases = 2 if problem.operator == "matmul_all_reduce" else 1
+    moved = (ranks - 1) / ranks * nbytes
+    measured = machine.collectives.get(problem.operator, {}).get(lane)
+    if measured is not None:
+        seconds = at(measured, max(1, round(nbytes)))
+    else:
+        seconds = phases * machine.lane(lane).seconds(max(1, round(moved)))
+    return seconds, phases * moved / seconds
+
+
+def unpack_seconds(problem: Problem, machine: Machine) -> float:
+    """Bringing a packed result into natural order: one pass over what this rank keeps."""
+    held = problem.result_bytes / (problem.ranks if problem.operator == "matmul_reduce_scatter" else 1)
+    return machine.launch_seconds + held / copy_speed(machine)
+
+
+def copy_speed(machine: Machine) -> float:
+    """Bytes of result per second that one rank's copy kernel moves: measured, or a guess for this kind of device."""
+    if machine.work.copy_speed is not None:
+        return machine.work.copy_speed
+    return _COPY_SPEED[machine.device] / (machine.ranks if machine.shares_device else 1)
+
+
+def _moving(problem: Problem, plan: Plan, machine: Machine, start: int, stop: int, extent: int) -> tuple[float, float]:
+    """Seconds and bytes per second of a parcel's communication."""
+    share = (stop - start) / extent
+    if problem.operator != "all_gather_matmul":
+        return collective_seconds(problem, machine, plan.lane, problem.result_bytes * share)
+    nbytes = problem.m * problem.k * problem.item_size * share
+    if plan.grain in ("signaled", "fused"):
+        if (stop - 1) * problem.ranks < extent:  # this rank's own rows
+            return 0.0, 0.0
+        nbytes *= problem.ranks / max(1, problem.ranks - 1)  # all of it is moved, of a collective all but 1/R
+    return collective_seconds(problem, machine, plan.lane, nbytes)
+
+
+# -- both ----------------------------------------------------------------------------------------------------------
+
+
+def _steps(
+    problem: Problem, plan: Plan, machine: Machine, computing: list[float], moving: list[tuple[float, float]]
+) -> tuple[list[Step], float]:
+    """The pipeline's parcels, and the seconds of its producer."""
+    workers, model = workers_of(problem, plan), machine.slowdowns
+    ctas = plan.share.communication_ctas or 0
+    signal = signal_seconds(plan, machine)
+    lane = model.lane_slowdown(plan.lane, workers)
+    launch = machine.launch_seconds
+    if problem.operator == "all_gather_matmul":
+        sending = [cost + launch if cost else 0.0 for cost, _ in moving]
+        ready = itertools.accumulate(sending)
+        arrives = [moment + machine.work.skew if cost else 0.0 for moment, cost in zip(ready, sending, strict=True)]
+        signals = [signal if cost else 0.0 for cost in sending]
+        # While one parcel is multiplied others move, so the matmul slows by the lane's usual speed.
+        slow = model.gemm_slowdown(plan.lane, max((speed for _, speed in moving), default=0.0), workers, ctas)
+        arriving = zip(arrives, computing, signals, strict=True)
+        return [Step(moment, cost, lane, slow, late) for moment, cost, late in arriving], sum(sending)
+    gemm = [model.gemm_slowdown(plan.lane, speed, workers, ctas) for _, speed in moving]
+    ready = itertools.accumulate(computing)
+    parcels = zip(ready, moving, gemm, strict=True)
+    return [
+        Step(moment + machine.work.skew, cost, slow, lane, signal if cost else 0.0, launch if cost else 0.0)
+        for moment, (cost, _), slow in parcels
+    ], sum(computing)

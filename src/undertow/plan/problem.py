@@ -1,0 +1,137 @@
+"""A problem: which operator, on what shape, by how many ranks, on what device. What a plan is made for.
+
+| operator | m x n | shards: rows that belong to each rank |
+|---|---|---|
+| matmul_all_reduce | the output | one shard of all m rows: every rank holds the sum |
+| matmul_reduce_scatter | the output before it is scattered | of each destination, by torch.tensor_split's rule |
+| matmul_all_to_all | this rank's output before it leaves | for each destination: this rank's splits, zeros allowed |
+| all_gather_matmul | the output, of this rank's columns | of each source, as they stand in the gathered input |
+
+All ranks run the same plan. Where ranks have different rows (all_to_all), the one with the most rows is planned for,
+and the plan's parcels are fractions for everybody: `Problem.for_splits`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import InvalidArgument
+from .plan import DEVICES, OPERATORS, Plan, split
+from .tiles import TileGrid
+
+ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`k` is the inner size of the longest shard, `multiprocessors` the SMs (on a CPU: threads) this rank may use."""
+
+    operator: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    item_size: int
+    ranks: int
+    shards: tuple[int, ...]
+    device: str
+    multiprocessors: int
+
+    def __post_init__(self) -> None:
+        _one_of("operator", self.operator, tuple(OPERATORS))
+        _one_of("device", self.device, DEVICES)
+        for name, least in (("m", 0), ("n", 0), ("k", 0), ("item_size", 1), ("ranks", 1), ("multiprocessors", 1)):
+            if getattr(self, name) < least:
+                raise InvalidArgument(argument=name, was=str(getattr(self, name)), must=f"at least {least}")
+        count = 1 if self.operator == "matmul_all_reduce" else self.ranks
+        if len(self.shards) != count or sum(self.shards) != self.m or min(self.shards) < 0:
+            must = f"{count} counts of rows that add up to {self.m}"
+            raise InvalidArgument(argument="shards", was=str(list(self.shards)), must=must)
+
+    @staticmethod
+    def of(
+        operator: str,
+        m: int,
+        n: int,
+        k: int,
+        *,
+        dtype: str,
+        ranks: int,
+        device: str,
+        multiprocessors: int,
+        shards: Sequence[int] | None = None,
+    ) -> Problem:
+        """The problem with the usual shards, or with those given, and the item size of its dtype."""
+        _one_of("dtype", dtype, tuple(ITEM_SIZES))
+        if shards is None:
+            parts = 1 if operator == "matmul_all_reduce" else max(1, ranks)
+            shards = [stop - start for start, stop in split(m, parts)]
+        size = ITEM_SIZES[dtype]
+        return Problem(operator, m, n, k, dtype, size, ranks, tuple(map(int, shards)), device, multiprocessors)
+
+    @staticmethod
+    def for_splits(
+        splits: Sequence[Sequence[int]], n: int, k: int, *, dtype: str, device: str, multiprocessors: int
+    ) -> Problem:
+        """The all_to_all problem that every rank plans for: that of the sender with the most rows (the first such).
+
+        `splits[sender][destination]` are rows. All ranks that hold the same matrix get the same problem.
+        """
+        if not splits or any(len(row) != len(splits) for row in splits):
+            was = f"rows of {[len(row) for row in splits]} counts"
+            raise InvalidArgument(argument="splits", was=was, must="as many counts for each rank as there are ranks")
+        busiest = max(splits, key=sum)
+        return Problem.of(
+            "matmul_all_to_all",
+            sum(busiest),
+            n,
+            k,
+            dtype=dtype,
+            ranks=len(splits),
+            device=device,
+            multiprocessors=multiprocessors,
+            shards=busiest,
+        )
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the [m, n] product on this rank."""
+        return self.m * self.n * self.item_size
+
+    @property
+    def order(self) -> str:
+        """The order of tiles that this operator's signaled plans use."""
+        return OPERATORS[self.operator]
+
+    def grid(self, plan: Plan) -> TileGrid:
+        """The tiles of a signaled plan."""
+        if plan.tile is None:
+            raise InvalidArgument(argument="plan", was=f"{plan.name} without a tile", must="a plan with a tile")
+        return TileGrid(self.m, self.n, *plan.tile, self.shards)
+
+    @property
+    def key(self) -> str:
+        """Name for caches: equal for problems that may share a plan, safe as a file name, the same in all processes.
+
+        Splits of an all_to_all change from call to call and its plans are fractions, so there the rows count by their
+        power of two and the shards do not count at all.
+        """
+        rows, shards = str(self.m), ",".join(map(str, self.shards))
+        if self.operator == "matmul_all_to_all":
+            rows, shards = f"upto{1 << max(0, self.m - 1).bit_length()}", ""
+        text = (
+            f"{self.operator}-{rows}x{self.n}x{self.k}-{self.dtype}-{self.ranks}ranks"
+            f"-{self.device}{self.multiprocessors}"
+        )
+        return f"{text}-{hashlib.sha256(shards.encode()).hexdigest()[:8]}"
+
+
+def _one_of(argument: str, was: str, allowed: tuple[str, ...]) -> None:
+    if was not in allowed:
+        raise InvalidArgument(argument=argument, was=repr(was), must=f"one of {', '.join(allowed)}")

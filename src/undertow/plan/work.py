@@ -1,0 +1,56 @@
+"""What tiles, signals and copies cost on a machine: the constants of the predictor that are no curves.
+
+A tile of block_m x block_n over k takes, on one of c SMs,
+
+    tile_seconds = overhead + 2 block_m block_n k / (efficiency · rate(c) / c)
+
+where rate(c) are the operations per second that the machine's matmul reaches on c SMs. `overhead` is what each tile
+pays whatever k is (first loads, epilogue, release), `efficiency` the tile kernel's speed as a share of the matmul that
+was measured. `fit` finds both from times of whole kernels: seconds = waves · tile_seconds is linear in overhead and
+1 / efficiency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """`signal`: seconds from a complete parcel to the start of its call, None for the machine's stream_seconds.
+
+    `skew`: how much later than this rank the slowest is ready, seconds. `copy_speed`: bytes of result per second that
+    an unpack kernel moves, None for a guess by the kind of device (`predict.copy_speed`).
+    """
+
+    overhead: float = 0.0
+    efficiency: float = 1.0
+    signal: float | None = None
+    skew: float = 0.0
+    copy_speed: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSample:
+    """One measured kernel: so many waves of tiles, the seconds a tile would take at the curve's rate, and its time."""
+
+    waves: int
+    ideal_tile_seconds: float
+    seconds: float
+
+
+def fit(samples: Sequence[KernelSample]) -> tuple[float, float]:
+    """(overhead, efficiency) by least squares of the relative error; the overhead is never below zero."""
+    if len(samples) < 2 or any(min(one.waves, one.ideal_tile_seconds, one.seconds) <= 0 for one in samples):
+        raise InvalidArgument(argument="samples", was=f"{len(samples)} kernels", must="two or more, all above zero")
+    causes = np.array([[one.waves / one.seconds, one.waves * one.ideal_tile_seconds / one.seconds] for one in samples])
+    scale = causes.max(axis=0)
+    overhead, inverse = np.linalg.lstsq(causes / scale, np.ones(len(samples)), rcond=None)[0] / scale
+    if overhead < 0 or inverse <= 0:
+        overhead, inverse = 0.0, float(causes[:, 1].sum() / (causes[:, 1] @ causes[:, 1]))
+    return float(overhead), float(1 / inverse)

@@ -1,0 +1,188 @@
+"""The search: as good as trying everything, never without serial, quick, and every plan fits its problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import numpy as np
+import plan_machines as machines
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from undertow.plan import flash_overlap, pipeline
+from undertow.plan.interference import Effect, Interference
+from undertow.plan.machine import Machine
+from undertow.plan.pipeline import Step
+from undertow.plan.plan import OPERATORS, Plan, Share
+from undertow.plan.predict import predict
+from undertow.plan.problem import Problem
+from undertow.plan.search import Grouping, best_cuts, best_parcels, candidates, fewer_cuts, fixed, ranked, wave_cuts
+
+
+def end_of(grouping: Grouping, ends: tuple[int, ...]) -> float:
+    steps = [grouping.step(start, stop) for start, stop in itertools.pairwise((0, *ends))]
+    return max(pipeline.run(grouping.total, [Step(*map(float, step)) for step in steps]))
+
+
+def by_trying_all(grouping: Grouping) -> float:
+    last = len(grouping.ready) - 1
+    return min(
+        end_of(grouping, (*cuts, last))
+        for count in range(last)
+        for cuts in itertools.combinations(range(1, last), count)
+    )
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 9), st.floats(0.01, 3), st.floats(0, 0.5), st.floats(1, 2), st.floats(1, 2), st.integers(0, 99))
+def test_no_grouping_is_better(waves: int, speed: float, latency: float, slow: float, lane: float, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    ready = np.concatenate([[0.0], np.cumsum(random.uniform(0.5, 1.5, waves))])
+    sizes = np.arange(waves + 1)[None, :] - np.arange(waves + 1)[:, None]
+    cost = latency + speed * np.maximum(0, sizes) * random.uniform(0.9, 1.1, sizes.shape)
+    slowdown = 1 + (slow - 1) * random.uniform(0.5, 1.0, sizes.shape)
+    if 1 / slow + 1 / lane < 1:
+        return
+    grouping = Grouping(ready, cost, slowdown, lane, float(ready[-1]), 0.05, 0.02)
+    found = best_cuts(grouping)
+    assert found == sorted(set(found))
+    assert found[-1] == waves
+    assert end_of(grouping, tuple(found)) <= by_trying_all(grouping) * 1.0005
+    fewer = fewer_cuts(grouping, found)
+    assert set(fewer) <= set(found)
+    assert end_of(grouping, tuple(fewer)) <= end_of(grouping, tuple(found)) * 1.001
+
+
+@pytest.mark.parametrize("k", [1024, 2048, 7168, 20480])
+@pytest.mark.parametrize("operator", ["matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_to_all"])
+def test_the_best_is_no_worse_than_any_fixed_one(operator: str, k: int) -> None:
+    machine, problem = machines.machine(), machines.problem(operator, k=k)
+    for lane in ("dma", "peer"):
+        plans = fixed(problem, machine, lane)
+        best = plans.pop("best")
+        ends = {
+            name: predict(problem, plan, machine).total
+            for name, plan in plans.items()
+            if plan.grain == "signaled" and plan.share == best.share and plan.layout == best.layout
+        }
+        assert len(ends) >= 33
+        assert predict(problem, best, machine).total <= min(ends.values()) * 1.001
+
+
+@pytest.mark.parametrize("lane", ["dma", "peer"])
+def test_two_hundred_waves_within_fifty_milliseconds(lane: str) -> None:
+    rough = Interference(32, (("dma", Effect(0.5, 3e-11, 0.4)), ("peer", Effect(0.5, 1e-12, 0.8))))
+    problem = machines.problem(m=200 * 128, n=32 * 256, k=2048)
+    plan = Plan("signaled", lane, ((0, 6400),), Share(multiprocessors=32, communication_ctas=4), tile=(128, 256))
+    for layout, machine in itertools.product(
+        ("natural", "packed"), (machines.machine(), dataclasses.replace(machines.machine(), interference=rough))
+    ):
+        frame = dataclasses.replace(plan, layout=layout)
+        assert len(wave_cuts(problem, frame)) == 201
+        taken = []
+        for _ in range(5):
+            start = time.perf_counter()
+            best_parcels(problem, machine, frame)
+            taken.append(time.perf_counter() - start)
+        assert min(taken) < 0.05
+
+
+def test_parcels_may_end_where_waves_do() -> None:
+    problem = machines.problem(m=512, n=1024)  # 4 bands of 4 columns
+    plan = Plan("signaled", "dma", ((0, 16),), Share(multiprocessors=6), tile=(128, 256), layout="packed")
+    assert wave_cuts(problem, plan) == [0, 6, 12, 16]
+    assert wave_cuts(problem, dataclasses.replace(plan, layout="natural")) == [0, 4, 12, 16]  # whole bands by then
+
+
+def test_more_waves_are_merged() -> None:
+    problem = machines.problem(m=1 << 16, n=1 << 14, k=512)
+    plan = Plan("signaled", "dma", ((0, 512 * 64),), tile=(128, 256), layout="packed")
+    cuts = wave_cuts(problem, plan)
+    assert len(cuts) == 201
+    assert (cuts[0], cuts[-1]) == (0, 512 * 64)
+    dataclasses.replace(plan, parcels=best_parcels(problem, machines.machine(), plan)).check(problem)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(list(OPERATORS)),
+    st.sampled_from([0, 1, 2, 37, 128, 1000, 4099]),
+    st.sampled_from([1, 61, 512, 4096]),
+    st.integers(1, 8),
+    st.booleans(),
+)
+def test_every_candidate_fits_and_serial_is_among_them(operator: str, m: int, n: int, ranks: int, gpu: bool) -> None:
+    machine = machines.machine() if gpu else machines.machine(machines.TWO_CORES)
+    problem = Problem.of(
+        operator,
+        m,
+        n,
+        64,
+        dtype="float32",
+        ranks=ranks,
+        device="cuda" if gpu else "cpu",
+        multiprocessors=32 if gpu else 1,
+    )
+    found = ranked(problem, machine, ["net", "dma", "peer"])
+    ends = [prediction.total for _, prediction in found]
+    assert ends == sorted(ends)
+    assert any(plan.grain == "serial" for plan, _ in found)
+    assert len({plan.digest for plan, _ in found}) == len(found)
+    for plan, _ in found:
+        plan.check(problem)
+        assert plan.lane in machine.lanes
+        if gpu and plan.grain == "signaled" and (plan.lane == "peer" or "reduce" in operator):
+            assert plan.share.multiprocessors is not None  # what runs on SMs must find some free
+            assert plan.share.multiprocessors < 32
+
+
+def test_a_balanced_problem_is_overlapped_and_an_empty_one_is_not() -> None:
+    machine = machines.machine()
+    balanced = candidates(machines.problem(k=7168), machine, ["dma"])
+    assert balanced[0].grain == "signaled"
+    assert [plan.grain for plan in candidates(machines.problem(m=0), machine, ["dma"])] == ["serial"]
+    assert [plan.grain for plan in candidates(machines.problem(ranks=1), machine, ["dma"])] == ["serial"]
+    tiny = candidates(machines.problem(m=1, n=16, k=16), machine, ["dma"])
+    assert tiny[0].grain == "serial"
+
+
+def test_cpu_with_a_paced_link_hides_it() -> None:
+    machine = machines.machine(machines.TWO_CORES)
+    problem = Problem.of(
+        "matmul_all_reduce", 1024, 1024, 1024, dtype="float32", ranks=2, device="cpu", multiprocessors=1
+    )
+    found = ranked(problem, machine, ["dma"])
+    serial = next(prediction for plan, prediction in found if plan.grain == "serial")
+    assert found[0][0].grain == "signaled"
+    assert found[0][1].total < serial.total
+
+
+def test_an_unknown_lane_is_left_out_but_something_is_left() -> None:
+    machine: Machine = machines.machine(machines.TWO_CORES)
+    problem = machines.problem(device="cpu", ranks=2, multiprocessors=1)
+    assert {plan.lane for plan in candidates(problem, machine, ["net", "dma"])} == {"dma"}
+    assert {plan.lane for plan in candidates(problem, machine, ["net"])} == {"dma"}
+
+
+@given(st.integers(0, 3000), st.integers(1, 140), st.floats(0.1, 10))
+def test_flash_overlap_s_rule(tiles: int, multiprocessors: int, speed: float) -> None:
+    parcels = flash_overlap.choose(tiles, multiprocessors, 1.0, lambda held: speed * held / max(1, tiles))
+    bounds = [0, *(stop for _, stop in parcels)]
+    assert list(parcels) == list(itertools.pairwise(bounds))
+    assert bounds[-1] == tiles
+    assert len(parcels) <= 10
+    workers = max(1, multiprocessors - 2)
+    assert all(bound % workers == 0 for bound in bounds[:-1])
+    waves = -(-tiles // workers)
+    unit = -(-waves // 10) * workers
+    assert len(parcels) <= 5 or parcels[0][1] <= 2 * unit
+
+
+def test_flash_overlap_by_hand() -> None:
+    """4 waves of 10 tiles on 12 SMs; a wave of matmul 1 s, of communication 0.5 s, so the last wave should be alone."""
+    parcels = flash_overlap.choose(40, 12, 4.0, lambda held: 0.1 + 0.05 * held)
+    assert parcels[-1] == (30, 40)
+    assert flash_overlap.choose(40, 12, 4.0, lambda held: 100.0) == ((0, 40),)
