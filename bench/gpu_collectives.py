@@ -1,15 +1,17 @@
-"""Collectives of a virtual node, side by side: Undertow's schedules, PyTorch's symmetric-memory operators, and a
-two-shot AllReduce written by hand in Triton, which shows what interpreting a program costs.
+"""Collectives of a virtual node, side by side: Undertow's schedules, PyTorch's symmetric-memory operators, and one-shot
+and two-shot AllReduce written by hand in Triton, which show what running a schedule costs.
 
 Device time of one call in a CUDA graph of 20, buffers rotating, second-level cache flushed before every sample, ranks
 aligned by a small collective just before it; interleaved rounds, the slowest rank counts, medians. `eager` is the same
 20 calls without a graph. Every variant is verified with integers first; one that fails to run or is wrong is left out
-and named.
+and named. "undertow" is what the selection table chooses, on symmetric buffers where it does not choose packets.
 
-    PYTHONPATH=src python bench/gpu_collectives.py [--ranks 4,8] [--only all_reduce] [--rounds 15] [--nccl] [--out FILE]
-        [--tuning '{"warps": 8, "vectors": 16, "stride": 1048576}']
+    PYTHONPATH=src python bench/gpu_collectives.py [--ranks 4,8] [--only all_reduce] [--rounds 7] [--nccl] [--out FILE]
+        [--ctas 4,8,16,32] [--more] [--tuning '{"warps": 8, "stride": 1048576}']
 
+`--ctas`: numbers of CTAs to try for each program (those that fit). `--more` adds one-shot without packets and the ring.
 `--nccl` adds NCCL (2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment); `--tuning` goes to the executables.
+The report is written after every size, so that a later failure loses nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ import triton.language as tl
 
 import undertow as ut
 from undertow.collective.algorithms import LIBRARY
+from undertow.collective.selection import choose
+from undertow.collective.topology import Topology
 from undertow.fabric.base import SymmetricBuffer
 from undertow.fabric.environment import environment
 from undertow.fabric.timer import Comparison, GraphClock, compare
@@ -38,7 +42,7 @@ FEW_SIZES = [64 << 10, 1 << 20, 16 << 20, 128 << 20]
 TOTAL = 256 << 20  # bytes of all inputs of a size, and of all outputs
 CALLS = 20
 MOST_ONE_SHOT = 4 << 20  # larger ones are a waste of time
-MOST_PACKETS = 256 << 10
+MOST_PACKETS = 128 << 10
 DTYPE = torch.bfloat16
 Call = Callable[[int], torch.Tensor]  # of a set of buffers, by number; gives the result
 
@@ -59,13 +63,14 @@ def _meet(own, theirs, target, mine, abort, deadline_ns):
 
 
 @triton.jit(do_not_specialize=_HAND, do_not_specialize_on_alignment=_HAND)
-def two_shot_kernel(
+def all_reduce_kernel(
     tables, words, epochs, rank: tl.int32, vectors: tl.int64, abort, error, deadline_ns: tl.int64,
-    RANKS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    RANKS: tl.constexpr, ONE_SHOT: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Rank r sums the r-th part, of `vectors` 16-byte vectors, of everybody's input, and stores it to everybody.
 
-    `tables`: addresses of all inputs, then of all outputs. `words`: addresses of all ranks' words.
+    One-shot: `vectors` are all there are, and every rank sums them for itself. `tables`: addresses of all inputs, then
+    of all outputs. `words`: addresses of all ranks' words.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, LANES)
@@ -75,9 +80,11 @@ def two_shot_kernel(
     own = tl.load(words + rank) + (program * RANKS + lanes) * 128
     sources = ()
     stores = ()
+    begin = vectors * 0 if ONE_SHOT else rank * vectors * 16
+    STORES: tl.constexpr = 1 if ONE_SHOT else RANKS
     for one in tl.static_range(RANKS):
-        sources = sources + (tl.load(tables + one) + rank * vectors * 16,)  # noqa: RUF005
-        stores = stores + (tl.load(tables + RANKS + one) + rank * vectors * 16,)  # noqa: RUF005
+        sources = sources + (tl.load(tables + one) + begin,)  # noqa: RUF005
+        stores = stores + (tl.load(tables + RANKS + (rank if ONE_SHOT else one)) + begin,)  # noqa: RUF005
     target = (call + tl.zeros([LANES], tl.int64)).to(tl.int32)
     status = _meet(own, theirs, target, mine, abort, deadline_ns)
     rows = tl.arange(0, ROWS)
@@ -91,7 +98,7 @@ def two_shot_kernel(
         total = values[0].to(tl.float32)
         for one in tl.static_range(1, RANKS):
             total += values[one].to(tl.float32)
-        for one in tl.static_range(RANKS):
+        for one in tl.static_range(STORES):
             pointer = tl.multiple_of((stores[one] + first * 16).to(tl.pointer_type(tl.bfloat16)), 16)
             tl.store(pointer + offsets, total.to(tl.bfloat16), mask=mask)
     phase = programs * RANKS * 128
@@ -112,13 +119,13 @@ class ByHand:
         self._addresses = torch.tensor(addresses, dtype=torch.int64, device=group.device)
         self._epochs = torch.zeros(ctas, dtype=torch.int64, device=group.device)
 
-    def run(self, table: torch.Tensor, nbytes: int) -> None:
+    def run(self, table: torch.Tensor, nbytes: int, one_shot: bool) -> None:
         fabric: Any = self._group.fabric
         ranks = self._group.size
-        two_shot_kernel[(self._ctas,)](
-            table, self._addresses, self._epochs, self._group.rank, nbytes // ranks // 16, fabric.guard.abort,
-            fabric.guard.error, int(self._group.deadline * 1e9), RANKS=ranks, ROWS=256 * max(1, 16 // ranks),
-            LANES=256, num_warps=8,
+        all_reduce_kernel[(self._ctas,)](
+            table, self._addresses, self._epochs, self._group.rank, nbytes // (1 if one_shot else ranks) // 16,
+            fabric.guard.abort, fabric.guard.error, int(self._group.deadline * 1e9), RANKS=ranks, ONE_SHOT=one_shot,
+            ROWS=256 * max(1, 16 // ranks), LANES=256, num_warps=8,
         )  # fmt: skip
 
 
@@ -177,18 +184,20 @@ class AlignedGraphClock(GraphClock):
 class Bench:
     """Everything that outlives one size."""
 
-    def __init__(self, group: ut.Group, nccl: bool, tuning: dict[str, int]) -> None:
+    def __init__(self, group: ut.Group, ctas: list[int], more: bool, nccl: bool, tuning: dict[str, int]) -> None:
         from undertow.collective.cuda_runtime import CudaExecutable
 
         self.group, self.name = group, group.process_group.group_name
         self._make, self._tuning = CudaExecutable, tuning
         fabric: Any = group.fabric
         self._fabric = fabric
-        self.ctas = fabric.multiprocessors
+        room = min(group.exchange(fabric.multiprocessors, "how many multiprocessors ranks have"))
+        self.ctas = sorted({min(one, room) for one in ctas} | {room})
+        self._more, self._topology = more, Topology.of(group.nodes)
         self.pair = [fabric.buffer(TOTAL, torch.uint8) for _ in range(2)]
         self._flush = torch.empty(TOTAL, dtype=torch.uint8, device=group.device)
         self._executables: dict[str, Any] = {}
-        self._hand = ByHand(group, self.ctas)
+        self._hands = {ctas: ByHand(group, ctas) for ctas in self.ctas}
         self.nccl = dist.new_group(list(group.ranks), backend="nccl") if nccl else None
         ones = torch.ones(64, device=group.device)
         aligner = self.executable("two_shot", 1, target="staged")
@@ -228,40 +237,54 @@ class Bench:
 
         return call
 
-    def by_hand(self, sets: Sets, nbytes: int) -> Call:
+    def by_hand(self, sets: Sets, nbytes: int, ctas: int, one_shot: bool = False) -> Call:
         ranks = range(self.group.size)
+        outs = sets.outs if one_shot else sets.sources
         tables = [
-            torch.tensor([one.address(rank) for rank in ranks] * 2, dtype=torch.int64, device=self.group.device)
-            for one in sets.sources
+            torch.tensor(
+                [one.address(rank) for one in pair for rank in ranks], dtype=torch.int64, device=self.group.device
+            )
+            for pair in zip(sets.sources, outs, strict=True)
         ]
 
         def call(which: int) -> torch.Tensor:
-            self._hand.run(tables[which], nbytes)
-            return sets.sources[which].local
+            self._hands[ctas].run(tables[which], nbytes, one_shot)
+            return outs[which].local
 
         return call
 
+    def chosen(self, collective: str, nbytes: int, sets: Sets, spans: list[int]) -> Call:
+        """What the selection table takes: `nbytes` is the sum of all spans."""
+        choice = choose(collective, nbytes, "cuda", self._topology)
+        instances = min(choice.instances, self.ctas[-1])
+        if choice.packets:
+            return self.staged(choice.program, instances, sets, spans, packets=True)
+        return self.direct(choice.program, instances, sets, spans, in_place=collective == "all_reduce")
+
     def all_reduce(self, size: int) -> tuple[Sets, dict[str, Call], int]:
-        elements = size // DTYPE.itemsize
+        spans = [size // DTYPE.itemsize]
         sets = Sets(self.group, self.pair, size, size)
-        few = max(1, min(8, self.ctas))
         operators = torch.ops.symm_mem
-        found: dict[str, Call] = {}
-        for ctas in sorted({few, self.ctas}):
-            found[f"two_shot in place, {ctas}"] = self.direct("two_shot", ctas, sets, [elements], in_place=True)
-            if size <= MOST_ONE_SHOT:
-                found[f"one_shot, {ctas}"] = self.direct("one_shot", ctas, sets, [elements])
+        found: dict[str, Call] = {"undertow": self.chosen("all_reduce", size, sets, spans)}
+        for ctas in self.ctas:
+            found[f"two_shot in place, {ctas}"] = self.direct("two_shot", ctas, sets, spans, in_place=True)
             if size <= MOST_PACKETS:
-                found[f"one_shot packets, {ctas}"] = self.staged("one_shot", ctas, sets, [elements], packets=True)
-        found[f"ring, {few}"] = self.direct("ring", few, sets, [elements])
-        found["two-shot by hand"] = self.by_hand(sets, size)
-        found["torch two-shot"] = lambda which: operators.two_shot_all_reduce_(
-            sets.sources[which].local, "sum", self.name
-        )
+                found[f"one_shot packets, {ctas}"] = self.staged("one_shot", ctas, sets, spans, packets=True)
+        few = self.ctas[0]
+        for ctas in sorted({few, self.ctas[-1]}):
+            found[f"two-shot by hand, {ctas}"] = self.by_hand(sets, size, ctas)
         if size <= MOST_ONE_SHOT:
+            found[f"one-shot by hand, {few}"] = self.by_hand(sets, size, few, one_shot=True)
             found["torch one-shot"] = lambda which: operators.one_shot_all_reduce(
                 sets.sources[which].local, "sum", self.name
             )
+        if self._more:
+            found[f"ring, {few}"] = self.direct("ring", few, sets, spans)
+            if size <= MOST_ONE_SHOT:
+                found[f"one_shot, {few}"] = self.direct("one_shot", few, sets, spans)
+        found["torch two-shot"] = lambda which: operators.two_shot_all_reduce_(
+            sets.sources[which].local, "sum", self.name
+        )
         if self.nccl is not None:
             found["NCCL"] = lambda which: _after(
                 dist.all_reduce(sets.sources[which].local, group=self.nccl), sets.sources[which].local
@@ -275,8 +298,9 @@ class Bench:
         sizes = {"all_gather": (shard, size), "reduce_scatter": (size, shard), "all_to_all": (size, size)}[collective]
         sets = Sets(self.group, self.pair, *sizes)
         spans = [elements // ranks] * (ranks * ranks if collective == "all_to_all" else ranks)
-        found: dict[str, Call] = {}
-        for ctas in sorted({max(1, min(8, self.ctas)), self.ctas}):
+        nbytes = sum(spans) * DTYPE.itemsize
+        found: dict[str, Call] = {"undertow": self.chosen(collective, nbytes, sets, spans)}
+        for ctas in self.ctas:
             found[f"{collective}_direct, {ctas}"] = self.direct(f"{collective}_direct", ctas, sets, spans)
         if collective != "all_to_all":
             # These take the beginning of an allocation, whatever part of it they are given: always the same buffer.
@@ -309,10 +333,10 @@ class Bench:
                 one.local.fill_(float("nan"))
             self.before()
             try:
-                result = call(0)
-                torch.cuda.synchronize()
-                wrong = int((result != total).sum())
-                reason = f"{wrong} of {result.numel()} elements are wrong" if wrong else ""
+                wrong = torch.zeros((), dtype=torch.int64, device=self.group.device)
+                for which in range(sets.count):  # all of them: what a call uploads once must be there before a capture
+                    wrong += (call(which) != total).sum()
+                reason = f"{int(wrong)} elements are wrong" if int(wrong) else ""
             except (RuntimeError, NotImplementedError, AttributeError) as error:
                 reason = str(error).splitlines()[0]
             self.group.check()
@@ -327,10 +351,10 @@ class Bench:
         made = self.all_reduce(size) if collective == "all_reduce" else self.others(collective, size)
         sets, variants, total = made
         good, bad = self.verified(sets, variants, total)
-        shared: dict[str, Any] = {"repeats": rounds, "warmup": 2, "calls": CALLS, "before": self.before}
+        shared: dict[str, Any] = {"repeats": rounds, "warmup": 1, "calls": CALLS, "before": self.before}
         shared["reduce_max"] = self.group.reduce_max
         graph = compare(_turning(good, sets.count), clock=AlignedGraphClock(self.align), **shared)
-        eager = compare(_turning(good, sets.count), clock="device", **{**shared, "repeats": min(rounds, 5)})
+        eager = compare(_turning(good, sets.count), clock="device", **{**shared, "repeats": min(rounds, 3)})
         return {"bytes": size, "sets": sets.count, "left out": bad, "graph": graph.to_json(), "eager": eager.to_json()}
 
 
@@ -353,16 +377,18 @@ def _turning(variants: dict[str, Call], count: int) -> dict[str, Callable[[], ob
     return {name: turning(call) for name, call in variants.items()}
 
 
-def rank_main(collectives: list[str], rounds: int, nccl: bool, tuning: dict[str, int]) -> list[dict[str, Any]]:
+def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs on every rank."""
     group = ut.init()
-    bench = Bench(group, nccl, tuning)
+    bench = Bench(group, options["ctas"], options["more"], options["nccl"], options["tuning"])
     found = []
-    for collective in collectives:
+    for collective in options["collectives"]:
         for size in SIZES if collective == "all_reduce" else FEW_SIZES:
-            found.append({"collective": collective, **bench.measure(collective, size, rounds)})
+            found.append({"collective": collective, **bench.measure(collective, size, options["rounds"])})
             if group.rank == 0:
                 print(table(found[-1], group.size), flush=True)
+                if options["part"]:
+                    Path(options["part"]).write_text(json.dumps(found, indent=1, default=str) + "\n")
     return found
 
 
@@ -381,22 +407,61 @@ def table(entry: dict[str, Any], ranks: int) -> str:
     return "\n".join(lines)
 
 
+def summary(entries: list[dict[str, Any]], ranks: int) -> str:
+    """A line a size: what is chosen against the best peer, the best of ours, and ours against the same by hand."""
+    lines = [f"{ranks} ranks: chosen us | best of ours us | best peer us | chosen/peer | two-shot: ours/by hand"]
+    for entry in entries:
+        graph = Comparison.from_json(entry["graph"])
+        median = {name: graph.estimate(name).median * 1e6 for name in graph.names}
+        peers = {name: one for name, one in median.items() if name.startswith(("torch", "NCCL"))}
+        ours = {name: one for name, one in median.items() if name not in peers and "by hand" not in name}
+        by_hand = [one for name, one in median.items() if name.startswith("two-shot by hand")]
+        two_shot = [one for name, one in median.items() if name.startswith("two_shot")]
+        best, peer = (min(of, key=lambda name: of[name], default="") for of in (ours, peers))
+        chosen = median.get("undertow", float("nan"))
+        lines.append(
+            f"  {entry['collective']:15} {entry['bytes'] >> 10:7} KB  {chosen:8.1f}"
+            f" | {ours.get(best, float('nan')):8.1f} {best:24} | {peers.get(peer, float('nan')):8.1f} {peer:20}"
+            f" | {chosen / peers[peer] if peers else float('nan'):5.2f}"
+            f" | {min(two_shot) / min(by_hand) if two_shot and by_hand else float('nan'):5.2f}"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", default="4,8")
     parser.add_argument("--only", default="all_reduce,all_gather,reduce_scatter,all_to_all")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--ctas", default="8")
+    parser.add_argument("--more", action="store_true")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--tuning", type=json.loads, default={})
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    arguments = (options.only.split(","), options.rounds, options.nccl, options.tuning)
     facts = environment({"link": "virtual node", "tuning": options.tuning})
     report: dict[str, Any] = {"dtype": str(DTYPE), "ranks": {}, "environment": facts}
     for ranks in (int(one) for one in options.ranks.split(",")):
-        report["ranks"][ranks] = ut.launch(rank_main, ranks, device="cuda", args=arguments, deadline=60)[0]
+        part = options.out.with_suffix(f".{ranks}.part.json") if options.out else None
+        arguments = {
+            "collectives": options.only.split(","), "rounds": options.rounds, "more": options.more,
+            "ctas": [int(one) for one in options.ctas.split(",")], "nccl": options.nccl, "tuning": options.tuning,
+            "part": str(part) if part else "",
+        }  # fmt: skip
+        try:
+            found = ut.launch(rank_main, ranks, device="cuda", args=(arguments,), deadline=60)[0]
+        except Exception as error:
+            print(f"{ranks} ranks: {error}", flush=True)
+            found = json.loads(part.read_text()) if part and part.exists() else []
+            report.setdefault("failed", {})[ranks] = str(error)
+        report["ranks"][ranks] = found
+        print(summary(found, ranks), flush=True)
         if options.out:
             options.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        if part:
+            part.unlink(missing_ok=True)
+    if "failed" in report:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

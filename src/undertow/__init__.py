@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .ops.matmul_all_reduce import matmul_all_reduce
     from .ops.matmul_all_to_all import matmul_all_to_all
     from .ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from .ops.tuning import tune
     from .plan.plan import Plan
 
 __version__ = "0.1.0"
@@ -36,6 +37,7 @@ __all__ = [
     "memory",
     "reserve",
     "shutdown",
+    "tune",
 ]
 
 _HOMES = {
@@ -53,6 +55,7 @@ _HOMES = {
     "memory": ".fabric.memory",
     "reserve": ".fabric.memory",
     "shutdown": ".fabric.registry",
+    "tune": ".ops.tuning",
 }
 
 

@@ -83,7 +83,7 @@ def test_version(environment: dict[str, str]) -> None:
 
 def test_help_names_every_command(environment: dict[str, str]) -> None:
     text = call("--help", env=environment).stdout
-    assert all(name in text for name in ("demo", "run", "doctor", "profile", "--version"))
+    assert all(name in text for name in ("demo", "run", "doctor", "profile", "collective", "plan", "--version"))
 
 
 def test_the_commands_import_nothing_slow_by_themselves(environment: dict[str, str]) -> None:
@@ -182,7 +182,8 @@ def test_run_ends_cleanly_when_told_to(
 
 # -- demo ------------------------------------------------------------------------------------------------------------
 
-STRATEGIES = [f"{grain}:{lane}" for lane in ("net", "peer", "dma", "dma (paced)") for grain in ("serial", "chunked", "signaled")]
+GRAINS = ("serial", "chunked", "signaled")
+STRATEGIES = [f"{grain}:{lane}" for lane in ("net", "peer", "dma", "dma (paced)") for grain in GRAINS]
 
 
 def test_demo(environment: dict[str, str], tmp_path: Path) -> None:
@@ -211,7 +212,8 @@ def _check_timeline(path: Path) -> None:
     for rank in timeline.ranks:
         calls = {event.name: event for event in timeline.events if event.engine == "call" and event.rank == rank}
         assert set(calls) == set(STRATEGIES)
-    assert _inside(timeline, "chunked:dma (paced)").overlap("compute", "dma") > 0
+    for grain in ("chunked", "signaled"):
+        assert _inside(timeline, f"{grain}:dma (paced)").overlap("compute", "dma") > 0
     assert _inside(timeline, "serial:dma (paced)").overlap("compute", "dma") == 0
 
 
@@ -232,7 +234,10 @@ def test_profile_writes_to_the_cache(environment: dict[str, str], tmp_path: Path
     done = call("profile", "--quick", "--device", "cpu", "--ranks", 2, env=environment)
     path = tmp_path / "cache" / "machine-cpu-2.toml"
     assert f"The machine file is {path}." in done.stdout
-    assert set(Machine.load(path).lanes) == {"net", "peer", "dma"}
+    machine = Machine.load(path)
+    assert set(machine.lanes) == {"net", "peer", "dma"}
+    assert machine.interference is not None
+    assert all(set(lanes) == {"net", "peer", "dma"} for lanes in machine.collectives.values())
 
 
 def test_a_wrong_log_level_is_one_sentence() -> None:

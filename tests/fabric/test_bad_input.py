@@ -194,7 +194,9 @@ def test_the_flight_ring_of_a_launcher_that_is_gone(monkeypatch: pytest.MonkeyPa
 
 def test_arguments_are_named_with_what_they_were_and_must_be() -> None:
     (found,) = ut.launch(targets.arguments, 1, device="cpu", deadline=20)
-    possible = "serial:net, serial:peer, serial:dma, chunked:net, chunked:peer, chunked:dma"
+    possible = ", ".join(
+        f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled") for lane in ("net", "peer", "dma")
+    )
     strategies = 'must be "auto", a grain (serial, chunked, signaled, fused) or "grain:lane" with lanes net, peer, dma.'
     assert found == {
         "before init": "NotInitialised: This call needs a group; call undertow.init() first.",

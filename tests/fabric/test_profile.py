@@ -12,6 +12,9 @@ from undertow.fabric.environment import usable_cores
 from undertow.fabric.launch import launch
 from undertow.fabric.profile import Effort, _counts
 from undertow.plan.machine import Machine
+from undertow.plan.plan import OPERATORS
+from undertow.plan.problem import Problem
+from undertow.plan.search import ranked
 from undertow.report.machine import measure_rank, render
 from undertow.report.tables import plain
 
@@ -66,6 +69,24 @@ def test_an_emulated_lane_is_as_fast_as_its_pace_and_says_so(machine: Machine) -
     assert not machine.lane("peer").emulated
     assert dma.latency >= 100e-6
     assert 0.2 * PACE < dma.bandwidth(1 << 20) <= 1.05 * PACE
+
+
+def test_the_planner_finds_what_it_needs(machine: Machine) -> None:
+    assert set(machine.collectives) == set(OPERATORS)
+    for lanes in machine.collectives.values():
+        assert set(lanes) == {"net", "peer", "dma"}
+        for points in lanes.values():
+            assert points[0][0] == 16 << 10
+            assert all(seconds > 0 for _, seconds in points)
+    largest, slowest = machine.collectives["matmul_reduce_scatter"]["dma"][-1]
+    assert slowest >= 0.9 * (largest / 2 / PACE)  # of two ranks each sends half
+    assert machine.interference is not None
+    assert {name for name, _ in machine.interference.effects} == {"net", "peer", "dma"}
+    assert machine.interference.multiprocessors >= 1
+    assert 0 < machine.work.efficiency < 10
+    assert machine.work.copy_speed is not None
+    problem = Problem.of("matmul_all_reduce", 512, 512, 512, dtype="float32", ranks=2, device="cpu", multiprocessors=1)
+    assert all(prediction.total > 0 for _, prediction in ranked(problem, machine, list(machine.lanes)))
 
 
 def test_it_can_be_shown(machine: Machine) -> None:

@@ -78,7 +78,7 @@ def pointer_refusal(group: Group) -> str:
 def check(group: Group) -> dict[str, Any]:
     found: dict[str, Any] = {"nodes": group.nodes, "local": group.local_ranks}
     counts = []
-    for strategy in ("serial:net", "chunked:net"):
+    for strategy in ("serial:net", "chunked:net", "signaled:net", "auto"):
         product(group, strategy, group.rank, group.size)  # connections are made outside the measurement
         group.barrier()
         before, began = link_bytes(), time.perf_counter()

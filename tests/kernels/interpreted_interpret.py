@@ -24,14 +24,15 @@ from numpy.typing import NDArray
 from triton.runtime.interpreter import interpreter_builder
 
 from undertow.collective.algorithms import LIBRARY, OUT_OF_PLACE_ONLY
-from undertow.collective.bind import FIRST_WORKSPACE, bind, most_semaphores, workspace_bytes
+from undertow.collective.bind import FIRST_WORKSPACE, bind, most_semaphores, tiling, workspace_bytes
 from undertow.collective.contract import custom
 from undertow.collective.cpu_runtime import OPERATIONS, TYPES
-from undertow.collective.cuda_runtime import _idle_code, kernel_variant
+from undertow.collective.cuda_kernels import idle_code, kernel_variant, straight_cut
 from undertow.collective.language import Trace, program
 from undertow.collective.schedule import Schedule
+from undertow.collective.straight import rows, straighten
 from undertow.fabric.base import poison
-from undertow.kernels import interpret, packets, pieces
+from undertow.kernels import interpret, packets, pieces, straight
 
 PATIENCE = 60.0  # seconds
 STRIDE = 2048
@@ -57,18 +58,19 @@ def poll(pointers: Any, targets: Any, wanted: Any, abort: Any, deadline_ns: Any)
         _again(began)
 
 
-def look(pointers: Any, wanted: Any) -> Any:
-    return tl.load(pointers, mask=wanted, other=0)
-
-
-def settle(seen: Any, pointers: Any, flag: Any, wanted: Any, abort: Any, error: Any, deadline_ns: Any) -> Any:
+def settle(pointers: Any, wanted: Any, flag: Any, watch: Any) -> Any:
     began = time.monotonic()
-    while True:
-        late = wanted & ((seen >> 32).to(tl.int32) != flag)
-        if not late.handle.data.any():
-            return seen.to(tl.int32)
-        _again(began)
-        seen = tl.load(pointers, mask=wanted, other=0)
+    found = []
+    for index, each in enumerate(pointers):
+        here = (wanted >> index) & 1 != 0
+        while True:
+            seen = tl.load(each, mask=here, other=0)
+            late = here & ((seen >> 32).to(tl.int32) != flag)
+            if not late.handle.data.any():
+                break
+            _again(began)
+        found.append(seen.to(tl.int32))
+    return tuple(found)
 
 
 def send(pointers: Any, data: Any, flag: Any, wanted: Any) -> None:
@@ -78,11 +80,13 @@ def send(pointers: Any, data: Any, flag: Any, wanted: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def no_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interpret, "poll", poll)
+    for kernel in (interpret, straight):
+        monkeypatch.setattr(kernel, "poll", poll)
+        monkeypatch.setattr(kernel, "report_error", lambda pointer, code: os._exit(4))
     monkeypatch.setattr(interpret, "fetch", lambda pointers, wanted: None)
-    monkeypatch.setattr(interpret, "report_error", lambda pointer, code: os._exit(4))
-    monkeypatch.setattr(pieces, "settled", lambda value: value)
-    for function in (look, settle, send):
+    for module in (pieces, straight):
+        monkeypatch.setattr(module, "settled", lambda value: value)
+    for function in (settle, send):
         monkeypatch.setattr(packets, function.__name__, function)
 
 
@@ -92,11 +96,11 @@ def no_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
 class Node:
     """Memory of all ranks for one schedule, shared by all processes that this one forks."""
 
-    def __init__(self, schedule: Schedule, room: int = 1 << 21) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, straight: bool = True, stride: int = STRIDE, room: int = 1 << 21) -> None:
+        self.schedule, self.straight = schedule, straight  # whether it may run in the kernel for such schedules
         self._arena = np.frombuffer(mmap.mmap(-1, room), np.uint8)
         self._used = 0
-        self.stride = STRIDE - STRIDE % (16 * schedule.instances)
+        self.stride = stride - stride % (16 * schedule.instances)
         ranks = schedule.ranks
         words = max(1, most_semaphores(schedule)) * 128
         self.semaphores = [self.bytes(words) for _ in range(ranks)]
@@ -144,8 +148,9 @@ class Node:
     def _fork(
         self, case: Case, dtype: torch.dtype, operation: str, sources: list[Any], outs: list[Any], ready: int
     ) -> None:
-        schedule = self.schedule
-        variant = {**kernel_variant(schedule, dtype, operation, warps=LANES // 32), "VECTORS": 8}
+        schedule, size = self.schedule, dtype.itemsize
+        shape = straighten(schedule) if self.straight else None
+        variant = kernel_variant(schedule, shape, dtype, operation, LANES // 32)
         children = []
         bases = np.zeros(FIRST_WORKSPACE + 3 * schedule.ranks, np.int64)
         for at, buffers in enumerate((self.workspaces, sources, outs)):
@@ -155,23 +160,33 @@ class Node:
             bases[FIRST_WORKSPACE + schedule.ranks :] = 0
         words = [one.ctypes.data for one in self.semaphores]
         for rank in range(schedule.ranks):
+            own, none = (sources[rank].data_ptr(), outs[rank].data_ptr()), torch.zeros(1, dtype=torch.int32)
             code = OPERATIONS[operation]
-            bound = bind(schedule, rank, case.spans, self.stride, dtype.itemsize, TYPES[dtype], code)
-            tables = [torch.from_numpy(one) for one in (bound.code, bases, np.array([*words, words[rank]], np.int64))]
-            none = torch.zeros(1, dtype=torch.int32)
-            arguments = (
-                *tables, self.epochs[rank], sources[rank].data_ptr(), outs[rank].data_ptr(), bound.iterations,
-                len(bound.code), none, none, 0, self.parcels[rank].ctypes.data, ready, self.tiles[rank].ctypes.data,
-            )  # fmt: skip
+            bound = bind(schedule, rank, case.spans, self.stride, size, TYPES[dtype], code)
+            if shape is None:
+                tables = [
+                    torch.from_numpy(one) for one in (bound.code, bases, np.array([*words, words[rank]], np.int64))
+                ]
+                kernel, arguments = interpret.interpret_kernel, (
+                    *tables, self.epochs[rank], *own, bound.iterations, len(bound.code), none, none, 0,
+                    self.parcels[rank].ctypes.data, ready, self.tiles[rank].ctypes.data,
+                )  # fmt: skip
+            else:
+                length = schedule.contract.class_lengths(case.spans, max(1, 16 // size))
+                made = rows(schedule, shape, rank, length, self.stride // size, size, bases, words)
+                step, iterations = tiling(schedule, length, self.stride, size, None)
+                cut = straight_cut(schedule, shape, self.stride, LANES // 32, iterations, step)
+                kernel = straight.straight_kernel
+                arguments = (torch.from_numpy(made), self.epochs[rank], *own, *cut, none, none, 0)
             for cta in range(bound.workers * schedule.instances):
                 child = os.fork()
                 if child == 0:
-                    self._run(cta, arguments, variant)
+                    self._run(kernel, cta, arguments, variant)
                 children.append((rank, cta, child))
         failed = [(rank, cta) for rank, cta, child in children if os.waitpid(child, 0)[1] != 0]
         assert not failed, f"these CTAs failed or stood still: {failed}"
 
-    def _run(self, cta: int, arguments: tuple[Any, ...], variant: dict[str, Any]) -> None:
+    def _run(self, kernel: Any, cta: int, arguments: tuple[Any, ...], variant: dict[str, Any]) -> None:
         """In a process of its own, as CTA number `cta`."""
         status = 1
         try:
@@ -179,7 +194,7 @@ class Node:
             interpreter_builder.set_grid_idx = lambda x, y, z: set_index(cta, y, z)
             grid_dim = interpreter_builder.set_grid_dim
             interpreter_builder.set_grid_dim = lambda x, y, z: grid_dim(cta + 1, y, z)
-            interpret.interpret_kernel[(1,)](*arguments, **variant)
+            kernel[(1,)](*arguments, **variant)
             status = 0
         except BaseException as error:
             print(repr(error), file=sys.stderr, flush=True)
@@ -223,15 +238,40 @@ def test_programs(name: str, ranks: int, options: dict[str, Any], dtype: torch.d
     assert past.pop()[1] == len(lengths)
 
 
+BLOCK = LANES * 16 * pieces.BLOCK.value  # bytes
+
+
+@pytest.mark.parametrize("straight", [True, False])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("two_shot", DIRECT), ("two_shot", STAGED), ("one_shot", {**STAGED, "packets": True}),
+        ("all_to_all_direct", DIRECT), ("all_gather_direct", STAGED),
+    ],
+)  # fmt: skip
+def test_long_tiles_are_cut_into_blocks_in_turn(name: str, options: dict[str, Any], straight: bool) -> None:
+    """Lengths about whole rounds of blocks, in the order that would show if a part were kept where another belongs."""
+    schedule = compiled(name, 2, **options, instances=3)
+    node = Node(schedule, straight, stride=8 * BLOCK)
+    chunks = 2 if name == "two_shot" else 1
+    for number, (blocks, extra) in enumerate(((3.0, 0), (7.5, 3), (2.2, 1), (9.0, 0))):
+        length = chunks * (int(blocks * BLOCK) // 2 + extra)
+        node.call(make_case(schedule, length, 2, number), torch.bfloat16, shift=number % 2 * 2)
+
+
+@pytest.mark.parametrize("straight", [True, False])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("target", ["direct", "staged"])
 @pytest.mark.parametrize("name", LIBRARY)
-def test_library(name: str, target: str, in_place: bool) -> None:
+def test_library(name: str, target: str, in_place: bool, straight: bool) -> None:
     """All programs. Long: run at night."""
     if in_place and (LIBRARY[name].contract(4).in_place is None or name in OUT_OF_PLACE_ONLY):
         pytest.skip("no form in place")
-    schedule = compiled(name, 4, target=target, in_place=in_place, workers=2, instances=2)
-    node = Node(schedule)
+    workers = 1 if straight else 2  # few are straight with more
+    schedule = compiled(name, 4, target=target, in_place=in_place, workers=workers, instances=2)
+    if straight and straighten(schedule) is None:
+        pytest.skip("not straight")
+    node = Node(schedule, straight)
     for number, length in enumerate((1, 1300, 40)):
         node.call(make_case(schedule, length, 4, number), torch.float32)
 
@@ -275,7 +315,7 @@ def test_more_operands_than_are_unrolled(dtype: torch.dtype) -> None:
             total.copy(me.output[out])
 
     schedule = spread.compile(1, target="direct")
-    assert kernel_variant(schedule, dtype, "sum")["MANY"]
+    assert kernel_variant(schedule, straighten(schedule), dtype, "sum", 2)["MANY"]
     case = make_case(schedule, 203, dtype.itemsize, 0)
     if dtype == torch.uint8:
         case = Case(case.spans, [abs(case.inputs[0])], [], case.said, [0], [0])
@@ -318,12 +358,25 @@ def test_counters_wrap() -> None:
     assert node.epochs[0].tolist() == [past + 3, past + 3]
 
 
-@pytest.mark.parametrize(("name", "options"), [("two_shot", DIRECT), ("ring", STAGED), ("one_shot", {"packets": True})])
+@pytest.mark.parametrize(("name", "options"), [("ring", STAGED), ("two_shot", {"packets": True})])
 def test_the_program_that_loads_a_kernel_does_nothing(name: str, options: dict[str, Any]) -> None:
-    variant = {**kernel_variant(compiled(name, 2, **options), torch.float32, "sum", warps=2), "VECTORS": 8}
-    code, table = torch.from_numpy(_idle_code(2)), torch.zeros(8, dtype=torch.int64)
+    variant = kernel_variant(compiled(name, 4, **options), None, torch.float32, "sum", 2)
+    code, table = torch.from_numpy(idle_code(4)), torch.zeros(16, dtype=torch.int64)
     epochs, none = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     interpret.interpret_kernel[(1,)](
         code, table, table, epochs, 0, 0, 1, len(code), none, none, 0, 0, 0, 0, **variant
     )  # fmt: skip
     assert epochs.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("name", "options"), [("two_shot", DIRECT), ("one_shot", {"packets": True})])
+def test_a_row_of_zeros_does_nothing(name: str, options: dict[str, Any]) -> None:
+    schedule = compiled(name, 2, **options)
+    shape = straighten(schedule)
+    assert shape is not None
+    epochs, none = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    straight.straight_kernel[(1,)](
+        torch.zeros(shape.width, dtype=torch.int64), epochs, 0, 0, 0, 0, 1, 0, 0, 1, 1, none, none, 0,
+        **kernel_variant(schedule, shape, torch.float32, "sum", 2),
+    )  # fmt: skip
+    assert epochs.tolist() == [0, 1]

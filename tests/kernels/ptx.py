@@ -70,6 +70,7 @@ def compile_kernel(
     target: str,
     num_warps: int = 4,
     attrs: Mapping[str, int] | None = None,
+    num_stages: int | None = None,
 ) -> CompiledKernel:
     """Compile a `@triton.jit` kernel for `target` ("sm_80", "sm_90", "sm_100"), once per process and variant.
 
@@ -77,13 +78,20 @@ def compile_kernel(
     factor) by which an argument is known to be divisible: 16 is what a launch finds for an aligned tensor.
     """
     attrs = attrs or {}
-    key = (kernel, *(tuple(sorted(part.items())) for part in (signature, constexprs, attrs)), target, num_warps)
+    key = (
+        kernel,
+        *(tuple(sorted(part.items())) for part in (signature, constexprs, attrs)),
+        target,
+        num_warps,
+        num_stages,
+    )
     if key not in _compiled:
         architecture = int(target.removeprefix("sm_"))
         types = {name: "constexpr" if name in constexprs else signature[name] for name in kernel.arg_names}
         divisible = {(kernel.arg_names.index(name),): [["tt.divisibility", by]] for name, by in attrs.items()}
         source = ASTSource(kernel, types, dict(constexprs), divisible)
-        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": num_warps})
+        options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         _compiled[key] = CompiledKernel(made.asm["ptx"], architecture, made.metadata.shared)
     return _compiled[key]
 

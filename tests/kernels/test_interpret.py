@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton
@@ -25,43 +26,65 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from undertow.collective.algorithms import LIBRARY
-from undertow.collective.cuda_runtime import VECTORS, WARPS, kernel_variant, launch_options
+from undertow.collective.bind import tiling
+from undertow.collective.cuda_kernels import PACKET_WARPS, WARPS, kernel_variant, launch_options
+from undertow.collective.schedule import Schedule
+from undertow.collective.straight import rows, straighten
 from undertow.errors import InvalidArgument
 from undertow.kernels.interpret import interpret_kernel
+from undertow.kernels.straight import straight_kernel
 
 SIGNATURE = {
     "code": "*i64", "bases": "*i64", "semaphores": "*i64", "epochs": "*i64", "source": "i64", "out": "i64",
     "iterations": "i32", "words": "i32", "abort": "*i32", "error": "*i32", "deadline_ns": "i64", "parcels": "i64",
-    "parcel_target": "i32", "tiles": "i64",
+    "parcel_target": "i32", "tiles": "i64", "rows": "*i64", "width": "i32", "tile": "i64", "scratch_bytes": "i64",
+    "slice_bytes": "i64", "depth": "i32", "instances": "i32",
 }  # fmt: skip
-GENERAL = {"COPIES": True, "MANY": False, "SINGLE": False, "KERNELS": False, "PACKETS": False}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "one move, 4 ranks": {**GENERAL, "SOURCES": 4, "STORES": 4, "COPIES": False, "SINGLE": True},
-    "one move, 8 ranks": {**GENERAL, "SOURCES": 8, "STORES": 8, "COPIES": False, "SINGLE": True},
-    "one copy, 8 ranks": {**GENERAL, "SOURCES": 1, "STORES": 8, "COPIES": False, "SINGLE": True},
-    "copies": {**GENERAL, "SOURCES": 1, "STORES": 4, "COPIES": False},
-    "general, 2": {**GENERAL, "SOURCES": 2, "STORES": 2},
-    "general, 4": {**GENERAL, "SOURCES": 4, "STORES": 4},
-    "general, 8": {**GENERAL, "SOURCES": 8, "STORES": 8},
-    "kernels": {**GENERAL, "SOURCES": 4, "STORES": 4, "KERNELS": True},
-    "packets, 4": {**GENERAL, "SOURCES": 4, "STORES": 4, "PACKETS": True},
-    "packets, 8": {**GENERAL, "SOURCES": 8, "STORES": 8, "PACKETS": True},
+IN_FLIGHT = 16  # wide loads of a thread
+DIRECT, STAGED, PACKETS = {"target": "direct"}, {"target": "staged"}, {"target": "staged", "packets": True}
+STRAIGHT: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sum, 4 ranks": ("two_shot", 4, DIRECT),
+    "sum, 8 ranks": ("two_shot", 8, DIRECT),
+    "sum to one, 8 ranks": ("reduce_scatter_direct", 8, DIRECT),
+    "copy, 8 ranks": ("all_gather_direct", 8, DIRECT),
+    "copies, 8 ranks": ("all_to_all_direct", 8, DIRECT),
+    "packets, 4 ranks": ("one_shot", 4, PACKETS),
+    "packets, 8 ranks": ("one_shot", 8, PACKETS),
 }
-MANY = {**GENERAL, "SOURCES": 8, "STORES": 8, "MANY": True, "KERNELS": True}
+GENERAL: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "sums of 2": ("ring", 4, STAGED),
+    "sums of 4": ("one_shot", 4, DIRECT),
+    "sums of 8": ("one_shot", 8, DIRECT),
+    "copies": ("all_gather_doubling", 4, STAGED),
+    "kernels": ("all_gather_ring", 4, {**STAGED, "ready": True, "needed": True}),
+    "packets": ("ring", 4, PACKETS),
+}
+PROGRAMS = {**STRAIGHT, **GENERAL}
+MANY = {"SOURCES": 8, "STORES": 8, "MANY": True, "KERNELS": True, "PACKETS": False}
 _compiled: dict[tuple[Any, ...], CompiledKernel] = {}
 
 
-def compiled(variant: dict[str, Any], target: str, element: Any = tl.bfloat16, operation: int = 0) -> CompiledKernel:
+def schedule_of(name: str) -> Schedule:
+    program, ranks, options = PROGRAMS[name]
+    return LIBRARY[program].compile(ranks, **options)
+
+
+def compiled(
+    name: str, target: str, dtype: torch.dtype = torch.bfloat16, operation: str = "sum", **changes: Any
+) -> CompiledKernel:
     """As `CudaExecutable` launches it."""
-    if variant["SOURCES"] == 1:
-        element = {8: tl.int8, 16: tl.int16, 32: tl.int32, 64: tl.int64}[element.primitive_bitwidth]
-    constants = {**variant, "ELEMENT": element, "OPERATION": operation, "LANES": 32 * WARPS, "VECTORS": VECTORS}
-    key = (*constants.values(), target)
+    schedule = schedule_of(name)
+    warps = PACKET_WARPS if schedule.packets else WARPS
+    shape = straighten(schedule)
+    assert (shape is not None) == (name in STRAIGHT), name
+    kernel: Any = interpret_kernel if shape is None else straight_kernel
+    constants = {**kernel_variant(schedule, shape, dtype, operation, warps), **changes}
+    key = (shape is None, *constants.values(), target)
     if key not in _compiled:
         architecture = int(target.removeprefix("sm_"))
-        types = {name: SIGNATURE.get(name, "constexpr") for name in interpret_kernel.arg_names}
-        source = ASTSource(interpret_kernel, types, constants, {})
-        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch_options(WARPS))
+        types = {argument: SIGNATURE.get(argument, "constexpr") for argument in kernel.arg_names}
+        source = ASTSource(kernel, types, constants, {})
+        made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch_options(warps))
         _compiled[key] = CompiledKernel(made.asm["ptx"], architecture, made.metadata.shared)
     return _compiled[key]
 
@@ -73,112 +96,122 @@ def check_order(made: CompiledKernel) -> list[Instruction]:
     (code,) = functions(made.ptx)
     releases = {at.opcode for at in code if re.search(r"\.(?:release|acq_rel)\b", at.opcode)}
     acquires = {at.opcode for at in code if re.search(r"\.(?:acquire|acq_rel)\b", at.opcode)}
-    assert releases == {"atom.global.sys.release.add.u32"}  # posts
-    assert acquires == {"ld.acquire.sys.global.b32"}  # waits
+    assert releases <= {"atom.global.sys.release.add.u32"}  # posts
+    assert acquires <= {"ld.acquire.sys.global.b32"}  # waits
     assert all(at.guard for at in code if at.opcode in releases)
     assert "%globaltimer" in made.ptx
     assert made.spills == 0
-    assert made.registers <= launch_options(WARPS)["maxnreg"]
     return code
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_waits_and_posts_are_ordered_and_nothing_is_spilled(name: str, target: str) -> None:
-    check_order(compiled(VARIANTS[name], target))
+    code = check_order(compiled(name, target))
+    opcodes = [at.opcode for at in code]
+    if not schedule_of(name).packets:
+        assert "atom.global.sys.release.add.u32" in opcodes
+        assert "ld.acquire.sys.global.b32" in opcodes
 
 
-ELEMENTS = [tl.float32, tl.float16, tl.int32, tl.float64, tl.int64, tl.int8, tl.uint8, tl.int16]
+TYPES = [
+    torch.float32, torch.float16, torch.int32, torch.float64, torch.int64, torch.int8, torch.uint8, torch.int16,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_every_type_compiles_without_spills(element: Any) -> None:
-    check_order(compiled(VARIANTS["one move, 8 ranks"], "sm_90", element))
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_type_compiles_without_spills(dtype: torch.dtype) -> None:
+    check_order(compiled("sum, 8 ranks", "sm_90", dtype))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("element", ELEMENTS)
-def test_every_type_compiles_without_spills_beside_copies(element: Any) -> None:
-    check_order(compiled(VARIANTS["general, 8"], "sm_90", element))
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_type_compiles_without_spills_if_interpreted(dtype: torch.dtype) -> None:
+    check_order(compiled("sums of 8", "sm_90", dtype))
 
 
-@pytest.mark.parametrize("element", [tl.float32, tl.float16, tl.int32, tl.int8])
-def test_packets_of_every_width_compile_without_spills(element: Any) -> None:
-    check_order(compiled(VARIANTS["packets, 8"], "sm_90", element))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32, torch.int8])
+def test_packets_of_every_width_compile_without_spills(dtype: torch.dtype) -> None:
+    check_order(compiled("packets, 8 ranks", "sm_90", dtype))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_any_number_of_ranks_compiles_without_spills(ranks: int) -> None:
-    for stores in (1, ranks):
-        check_order(compiled({**VARIANTS["one move, 4 ranks"], "SOURCES": ranks, "STORES": stores}, "sm_90"))
-
-
-@pytest.mark.parametrize("operation", [1, 2])
-@pytest.mark.parametrize("element", [tl.bfloat16, tl.int32])
-def test_maximum_and_minimum(element: Any, operation: int) -> None:
-    check_order(compiled(VARIANTS["one move, 4 ranks"], "sm_90", element, operation))
+@pytest.mark.parametrize("operation", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+def test_maximum_and_minimum(dtype: torch.dtype, operation: str) -> None:
+    check_order(compiled("sum, 4 ranks", "sm_90", dtype, operation))
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("target", TARGETS)
 def test_more_operands_than_are_unrolled(target: str) -> None:
-    check_order(compiled(MANY, target))
+    check_order(compiled("sums of 8", target, **MANY))
 
 
-def data_accesses(code: list[Instruction]) -> list[str]:
-    """Loads and stores of data: those wider than the 64 bits of the program's own words, or narrower than 32."""
-    return [at.opcode for at in code if re.match(r"(?:ld|st)\.global\.(?:v\d\.)?b\d+$", at.opcode)]
+def positions(code: list[Instruction], opcode: str) -> list[int]:
+    return [index for index, at in enumerate(code) if at.opcode == opcode]
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize(("name", "element"), [("one move, 8 ranks", tl.bfloat16), ("one move, 4 ranks", tl.float32)])
-def test_aligned_sums_have_all_their_loads_under_way(name: str, element: Any, target: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [*STRAIGHT][:5])
+def test_aligned_moves_have_all_their_loads_under_way(name: str, dtype: torch.dtype, target: str) -> None:
     """Between the first and the last wide load nothing is stored, nothing is waited for and nothing branches."""
-    variant = VARIANTS[name]
-    code = check_order(compiled(variant, target, element))
-    wide = [index for index, at in enumerate(code) if at.opcode == "ld.global.v4.b32"]
-    assert len(wide) == VECTORS
+    shape = straighten(schedule_of(name))
+    assert shape is not None
+    (phase,) = shape.phases
+    code = check_order(compiled(name, target, dtype))
+    wide = positions(code, "ld.global.v4.b32")
+    assert len(wide) == IN_FLIGHT
     between = [at.opcode for at in code[wide[0] : wide[-1]]]
     assert not [opcode for opcode in between if opcode.startswith(("st.", "bra", "bar"))]
-    stores = [at.opcode for at in code].count("st.global.v4.b32")
-    assert stores == variant["STORES"] * VECTORS // variant["SOURCES"]
+    stores = len(positions(code, "st.global.v4.b32"))
+    assert stores == phase.pieces * phase.stores * IN_FLIGHT // (phase.pieces * phase.sources)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_aligned_copies_are_wide_too(target: str) -> None:
-    for name in ("copies", "one copy, 8 ranks"):
-        code = check_order(compiled(VARIANTS[name], target))
-        found = data_accesses(code)
-        assert found.count("ld.global.v4.b32") == VECTORS
-        assert found.count("st.global.v4.b32") == VECTORS * VARIANTS[name]["STORES"]
+def test_interpreted_moves_are_wide_too(target: str) -> None:
+    for name in ("copies", "sums of 4"):
+        assert len(positions(check_order(compiled(name, target)), "ld.global.v4.b32")) == IN_FLIGHT
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_one_thread_polls_for_each_semaphore(target: str) -> None:
-    """One copy of the polling loop for an instruction and one for the end: each thread has one lane."""
-    code = check_order(compiled(VARIANTS["one move, 4 ranks"], target))
-    polls = [at for at in code if at.opcode == "ld.acquire.sys.global.b32"]
-    posts = [at for at in code if at.opcode == "atom.global.sys.release.add.u32"]
-    assert (len(polls), len(posts)) == (2, 2)  # body and end; start and body
-    general = check_order(compiled(VARIANTS["general, 4"], target))
-    assert [at.opcode for at in general].count("ld.acquire.sys.global.b32") == 2
+    """One copy of the polling loop for a phase (or for all instructions) and one for the end."""
+    for name in ("sum, 4 ranks", "sums of 4"):
+        code = check_order(compiled(name, target))
+        polls, posts = (
+            positions(code, one) for one in ("ld.acquire.sys.global.b32", "atom.global.sys.release.add.u32")
+        )
+        assert (len(polls), len(posts)) == (2, 2)  # body and end; start and body
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_phase_is_read_before_it_waits_and_no_load_depends_on_another(target: str) -> None:
+    """From the start's post on, every word of the row is under way before the first poll; none is an address."""
+    code = check_order(compiled("sum, 8 ranks", target))
+    first_poll = positions(code, "ld.acquire.sys.global.b32")[0]
+    start = positions(code, "atom.global.sys.release.add.u32")[0]
+    words = [at for at in code[:first_poll] if at.opcode == "ld.global.b64"]
+    assert len(words) == 2 + 4 + 1 + 4 + 1 + 17  # epochs, end, start, waits, posts, one piece
+    assert positions(code, "ld.global.b64")[0] < start
+    first_wide = positions(code, "ld.global.v4.b32")[0]
+    assert not [at for at in code[first_poll:first_wide] if at.opcode == "ld.global.b64"]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_packets_travel_in_one_piece(target: str) -> None:
-    """Data and flag in one relaxed 64-bit access at system scope, wherever packets are read or written."""
-    code = check_order(compiled(VARIANTS["packets, 4"], target))
-    found = [at.opcode for at in code]
-    assert found.count("ld.relaxed.sys.global.b64") == 2 * 4  # a first look at each source, then its polling loop
-    assert found.count("st.relaxed.sys.global.b64") == 4
-    first = [index for index, opcode in enumerate(found) if opcode == "ld.relaxed.sys.global.b64"]
-    looks = code[first[0] : first[3]]
-    assert not [at for at in looks if at.opcode.startswith("bra")]  # all first looks are under way together
+    """Data and flag in one relaxed 64-bit access at system scope; those of all sources are polled together."""
+    code = check_order(compiled("packets, 4 ranks", target))
+    loads, stores = (positions(code, f"{one}.relaxed.sys.global.b64") for one in ("ld", "st"))
+    assert len(stores) == 4 * 4 + 1  # four words of a thread to each of four; the sum
+    assert len(loads) == 4 + 4  # four words of one source, one of each of four
+    between = code[loads[-4] : loads[-1]]
+    assert not [at for at in between if at.opcode.startswith(("bra", "st"))]
 
 
-def test_epochs_are_read_first_and_stored_last() -> None:
-    code = check_order(compiled(VARIANTS["one move, 4 ranks"], "sm_90"))
-    stores = [index for index, at in enumerate(code) if at.opcode == "st.global.b64"]
+def test_epochs_are_stored_last() -> None:
+    code = check_order(compiled("sum, 4 ranks", "sm_90"))
+    stores = positions(code, "st.global.b64")
     assert len(stores) == 2
     last_data = max(index for index, at in enumerate(code) if at.opcode.startswith("st.global") and index not in stores)
     assert last_data < stores[0]
@@ -186,36 +219,68 @@ def test_epochs_are_read_first_and_stored_last() -> None:
     assert "bar.sync" in between
 
 
-# -- which variant a schedule takes ----------------------------------------------------------------------------------
+# -- which kernel a schedule takes -----------------------------------------------------------------------------------
 
 
-def test_one_move_a_worker_needs_no_interpretation() -> None:
-    for name, sources, stores in (("two_shot", 8, 8), ("all_gather_direct", 1, 8), ("reduce_scatter_direct", 8, 1)):
-        found = kernel_variant(LIBRARY[name].compile(8, target="direct"), torch.bfloat16, "sum")
-        assert (found["SINGLE"], found["SOURCES"], found["STORES"]) == (True, sources, stores), name
-    for name in ("ring", "one_shot", "broadcast_tree"):
-        assert not kernel_variant(LIBRARY[name].compile(8, target="direct"), torch.bfloat16, "sum")["SINGLE"], name
-    odd = kernel_variant(LIBRARY["two_shot"].compile(3, target="direct"), torch.bfloat16, "sum")
-    assert (odd["SINGLE"], odd["SOURCES"]) == (True, 3)
+def test_what_is_straight_and_in_which_phases() -> None:
+    def phases(name: str, ranks: int, **options: Any) -> list[tuple[int, int, int]] | None:
+        found = straighten(LIBRARY[name].compile(ranks, **options))
+        return None if found is None else [(one.pieces, one.sources, one.stores) for one in found.phases]
+
+    assert phases("two_shot", 8, target="direct") == [(1, 8, 8)]
+    assert phases("two_shot", 3, target="direct") == [(1, 3, 3)]
+    assert phases("all_gather_direct", 8, target="direct") == [(1, 1, 8)]
+    assert phases("reduce_scatter_direct", 8, target="direct") == [(1, 8, 1)]
+    assert phases("all_to_all_direct", 8, target="direct") == [(8, 1, 1)]
+    assert phases("two_shot", 4, target="staged") is None
+    assert phases("one_shot", 4, target="staged", packets=True) == [(1, 1, 4), (1, 4, 1)]
+    for name in ("ring", "halving_doubling", "broadcast_tree"):
+        assert phases(name, 8, target="direct") is None, name
+
+
+@pytest.mark.parametrize("name", STRAIGHT)
+def test_a_phase_waits_for_earlier_phases_only(name: str) -> None:
+    """And every wait and post of the schedule that is counted stands in the rows, once for each instance."""
+    schedule = schedule_of(name)
+    shape = straighten(schedule)
+    assert shape is not None
+    one = schedule.instructions
+    told: dict[int, int] = {}
+    level: dict[tuple[int, int], int] = {}
+    for at in range(len(one)):
+        for semaphore in one.post_semaphore[one.post_start[at] : one.post_start[at + 1]].tolist():
+            told[semaphore] = told.get(semaphore, 0) + 1
+            level[semaphore, told[semaphore]] = int(shape.level[at])
+    counted = 0
+    for at in range(len(one)):
+        for entry in range(one.wait_start[at], one.wait_start[at + 1]):
+            semaphore = int(one.wait_semaphore[entry])
+            counted += not schedule.semaphore_of_packets[semaphore]
+            if shape.level[at] >= 0 and one.wait_back[entry] == 0:
+                assert level[semaphore, int(one.wait_value[entry])] < shape.level[at]
+    length = schedule.contract.class_lengths([64] * schedule.contract.spans, 8)
+    assert tiling(schedule, length, 1 << 20, 2, None)[1] == 1
+    bases, semaphores = np.full(2 + 3 * schedule.ranks, 1 << 40), [1 << 30] * schedule.ranks
+    found = [rows(schedule, shape, rank, length, 1 << 19, 2, bases, semaphores) for rank in range(schedule.ranks)]
+    waits = [slice(shape.starts, shape.starts + shape.ends), *(slice(q.at, q.at + q.waits) for q in shape.phases)]
+    assert sum(int((one_rank[:, part] != 0).sum()) for one_rank in found for part in waits) == counted
 
 
 def test_copies_share_a_kernel_whatever_the_type() -> None:
     schedule = LIBRARY["all_gather_ring"].compile(4, target="staged")
-    variants = [kernel_variant(schedule, dtype, "sum") for dtype in (torch.bfloat16, torch.float16, torch.int16)]
+    types = (torch.bfloat16, torch.float16, torch.int16)
+    variants = [kernel_variant(schedule, None, dtype, "sum", WARPS) for dtype in types]
     assert variants[0] == variants[1] == variants[2]
-    assert kernel_variant(schedule, torch.complex64, "sum")["ELEMENT"] == tl.int64
+    assert kernel_variant(schedule, None, torch.complex64, "sum", WARPS)["ELEMENT"] == tl.int64
 
 
 def test_what_cannot_be_reduced_is_refused() -> None:
     schedule = LIBRARY["two_shot"].compile(2, target="direct")
     with pytest.raises(InvalidArgument, match=r"torch\.bool"):
-        kernel_variant(schedule, torch.bool, "sum")
-    packets = LIBRARY["one_shot"].compile(2, target="staged", packets=True)
-    with pytest.raises(InvalidArgument, match="sums of 32-bit elements at most"):
-        kernel_variant(packets, torch.float64, "sum")
+        kernel_variant(schedule, None, torch.bool, "sum", WARPS)
     crowded = LIBRARY["one_shot"].compile(9, target="staged", packets=True)
     with pytest.raises(InvalidArgument, match="of at most 8 operands"):
-        kernel_variant(crowded, torch.float32, "sum")
+        kernel_variant(crowded, straighten(crowded), torch.float32, "sum", WARPS)
 
 
 # -- whole programs in Triton's interpreter --------------------------------------------------------------------------

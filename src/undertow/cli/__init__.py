@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from .. import __version__, settings
 from ..errors import UndertowError, UnusableTarget
-from . import collective
+from . import collective, plan
 from .demo import demo
 from .doctor import doctor
 from .profile import profile
@@ -67,6 +67,7 @@ app = typer.Typer(
 for _command in (demo, run, doctor, profile):
     app.command(context_settings={"allow_interspersed_args": _command is not run})(_command)
 app.add_typer(collective.app, name="collective")
+app.add_typer(plan.app, name="plan")
 
 
 def _print_version(wanted: bool) -> None:

@@ -87,15 +87,10 @@ def bind(
     """
     unit = max(1, 16 // item_size)  # chunks begin on 16 bytes where they can
     length = schedule.contract.class_lengths(span_lengths, unit)
-    _check_places(schedule, length)
-    longest = max(1, int(length.max(initial=0)))
+    check_places(schedule, length)
     room = stride // item_size
-    wanted = longest if tile is None and not schedule.loops else (stride if tile is None else tile) // item_size
-    if schedule.loops:
-        wanted = min(wanted, room)
-    step = max(1, min(wanted, longest))
-    iterations = -(-longest // step)
-    offsets = _Offsets(schedule, rank, length, room)
+    step, iterations = tiling(schedule, length, stride, item_size, tile)
+    offsets = Offsets(schedule, rank, length, room)
     words = semaphore_words(schedule)
     one = schedule.instructions
     mine = schedule.workers_of(rank)
@@ -154,11 +149,23 @@ def bind(
     return Bound(np.concatenate([header, *tables]), len(mine), iterations, step)
 
 
+def tiling(
+    schedule: Schedule, length: NDArray[np.int64], stride: int, item_size: int, tile: int | None
+) -> tuple[int, int]:
+    """Elements of a chunk that an iteration moves, and how many iterations the longest chunk takes."""
+    longest = max(1, int(length.max(initial=0)))
+    wanted = longest if tile is None and not schedule.loops else (stride if tile is None else tile) // item_size
+    if schedule.loops:
+        wanted = min(wanted, stride // item_size)
+    step = max(1, min(wanted, longest))
+    return step, -(-longest // step)
+
+
 def _table(rows: Sequence[tuple[int, ...]], width: int) -> NDArray[np.int64]:
     return np.array(rows, np.int64).reshape(-1, width).ravel()
 
 
-def _check_places(schedule: Schedule, length: NDArray[np.int64]) -> None:
+def check_places(schedule: Schedule, length: NDArray[np.int64]) -> None:
     """Refuse, on all ranks alike, lengths with which a chunk would not fit where this program puts it."""
     for home, content in schedule.misplaced:
         # In place, input and output are cut into chunks at the same places, so there lengths must be equal.
@@ -169,7 +176,7 @@ def _check_places(schedule: Schedule, length: NDArray[np.int64]) -> None:
             raise InvalidArgument(argument="span_lengths", was=was, must=must)
 
 
-class _Offsets:
+class Offsets:
     """Where each atom lies, as (base, element offset, scratch or not)."""
 
     def __init__(self, schedule: Schedule, rank: int, length: NDArray[np.int64], room: int) -> None:
@@ -210,7 +217,7 @@ def _add_pieces(
     schedule: Schedule,
     at: int,
     class_length: NDArray[np.int64],
-    offsets: _Offsets,
+    offsets: Offsets,
     merges: bool,
     pieces: list[tuple[int, ...]],
     operands: list[tuple[int, ...]],

@@ -133,8 +133,8 @@ class Signals(ABC):
         """Add to `rank`'s counter. Releases: stores made before are visible to whoever waits for it."""
 
     @abstractmethod
-    def set(self, rank: int, index: int, value: int, releases: bool = True) -> None:
-        """Set `rank`'s counter. Releases, as `add`; or only together with the next one of the caller that does."""
+    def set(self, rank: int, index: int, value: int) -> None:
+        """Set `rank`'s counter. Releases, as `add`."""
 
     @abstractmethod
     def wait(self, index: int, target: int, sender: int | None = None) -> None:
@@ -187,8 +187,7 @@ class Handoffs:
 
     def claim(self, receiver: int, slot: int) -> None:
         self._signals.wait(self._empty(receiver, slot), 1, sender=receiver)
-        # Nobody looks at it before `deliver`, which releases this too.
-        self._signals.set(self._rank, self._empty(receiver, slot), 0, releases=False)
+        self._signals.set(self._rank, self._empty(receiver, slot), 0)
 
     def deliver(self, receiver: int, slot: int) -> None:
         self._signals.set(receiver, self._full(self._rank, slot), 1)
@@ -197,8 +196,8 @@ class Handoffs:
         self._signals.wait(self._full(sender, slot), 1, sender=sender)
 
     def free(self, sender: int, slot: int) -> None:
-        self._signals.set(self._rank, self._full(sender, slot), 0, releases=False)
-        self._signals.set(sender, self._empty(self._rank, slot), 1)  # releases both the reading and the word above
+        self._signals.set(self._rank, self._full(sender, slot), 0)
+        self._signals.set(sender, self._empty(self._rank, slot), 1)
 
     def _full(self, sender: int, slot: int) -> int:
         """Lives at the receiver."""

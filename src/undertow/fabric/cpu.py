@@ -112,7 +112,7 @@ class CpuSignals(Signals):
     def add(self, rank: int, index: int, amount: int = 1) -> None:
         atomics.add(self.address(rank, index), amount)
 
-    def set(self, rank: int, index: int, value: int, releases: bool = True) -> None:
+    def set(self, rank: int, index: int, value: int) -> None:
         atomics.store(self.address(rank, index), value)
 
     def wait(self, index: int, target: int, sender: int | None = None) -> None:

@@ -203,9 +203,8 @@ class CudaSignals(Signals):
         self.address(rank, index)  # refuses what is out of range
         return self._owner.peer(rank)[index * _WORDS :]
 
-    def set(self, rank: int, index: int, value: int, releases: bool = True) -> None:
-        stream = stream_memory.current_stream(self._fabric.device)
-        stream_memory.write(stream, self.address(rank, index), value, releases)
+    def set(self, rank: int, index: int, value: int) -> None:
+        stream_memory.write(stream_memory.current_stream(self._fabric.device), self.address(rank, index), value)
 
     def wait(self, index: int, target: int, sender: int | None = None) -> None:
         self._fabric.guard.wait(self.address(self._rank, index), target, self._on_host)

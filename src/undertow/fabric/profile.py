@@ -10,8 +10,8 @@ import functools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ Progress = Callable[[str, float], None]
 Work = Callable[[], object]
 
 _SIDE_BY_SIDE_SECONDS = 0.005  # at least: shorter spans would measure how the two sides start
+_OTHER = 4  # times larger or smaller: the second pair's messages
 _COVER = 3  # the longer side does so many times the work of the shorter, so that it is there until the end
 _GREEN_STEP = 8  # SMs; the driver rounds partitions to this on recent GPUs
 
@@ -52,8 +53,30 @@ class Effort:
         return Effort(sizes, (4096, 4096, 4096), torch.bfloat16, 16 << 20, 5 if quick else 15, 1.0 if quick else 3.0)
 
 
-def measure(group: Group, *, quick: bool = False, progress: Progress = lambda what, fraction: None) -> dict[str, Any]:
-    """The content of this node's machine file. Collective."""
+class Pair(NamedTuple):
+    """A matmul on so many workers and a lane with messages of so many bytes: seconds of each alone and side by side."""
+
+    workers: int
+    lane: str
+    message_bytes: int
+    matmul_alone: float
+    matmul_beside: float
+    lane_alone: float
+    lane_beside: float
+
+    @property
+    def slowdowns(self) -> tuple[float, float]:
+        """Of the matmul and of the lane. Below 1 is noise: nothing gets faster by company."""
+        return max(1.0, self.matmul_beside / self.matmul_alone), max(1.0, self.lane_beside / self.lane_alone)
+
+
+def measure(
+    group: Group, *, quick: bool = False, progress: Progress = lambda what, fraction: None
+) -> tuple[dict[str, Any], list[Pair]]:
+    """The content of this node's machine file, and the pairs behind its slowdowns: of each lane the first. Collective.
+
+    Further pairs, with other messages and with fewer workers, are for models of interference.
+    """
     fabric = group.fabric
     effort = Effort.fitting(group.device.type, quick)
     progress("launch cost", 0.0)
@@ -63,11 +86,14 @@ def measure(group: Group, *, quick: bool = False, progress: Progress = lambda wh
     gemm_points = _gemm_curve(group, effort, matmul)
     lanes = {name: fabric.lane(name) for name, missing in fabric.lanes().items() if not missing}
     curves = _lane_curves(group, effort, lanes, progress)
+    pairs: list[Pair] = []
     slowdowns = {}
     for number, (name, lane) in enumerate(lanes.items()):
         progress(f"matmul beside lane {name}", 0.7 + 0.3 * number / len(lanes))
-        slowdowns[name] = _interference(group, effort, matmul, lane)
-    return {
+        found = _pairs(group, effort, matmul, lane)
+        slowdowns[name] = found[0].slowdowns
+        pairs += found
+    content = {
         "name": _device_name(group),
         "device": group.device.type,
         "ranks": group.size,
@@ -92,6 +118,7 @@ def measure(group: Group, *, quick: bool = False, progress: Progress = lambda wh
         },
         "environment": _scalars(environment({"ranks": group.size})),
     }
+    return content, pairs
 
 
 def _device_name(group: Group) -> str:
@@ -256,8 +283,25 @@ class _Told:
         return lambda: float(call())  # type: ignore[arg-type]
 
 
-def _interference(group: Group, effort: Effort, matmul: Work, lane: Lane) -> tuple[float, float]:
-    """How many times longer the matmul takes beside the lane, and the lane beside the matmul; 1 is not at all.
+def _pairs(group: Group, effort: Effort, matmul: Work, lane: Lane) -> list[Pair]:
+    """The usual pair, one with other messages, and one with half of the workers where they can be had.
+
+    The others are larger, but on a slow lane, which would take too long. Smaller messages on a fast one would tell how
+    long a busy core takes to wake somebody up, not what a byte costs.
+    """
+    every = group.fabric.multiprocessors
+    found = [_pair(group, effort, matmul, lane, every)]
+    slow = _OTHER * found[0].lane_alone > effort.size_seconds / 10  # the same on all ranks
+    message_bytes = effort.message_bytes // _OTHER if slow else effort.message_bytes * _OTHER
+    less = replace(effort, message_bytes=message_bytes, rounds=5, size_seconds=effort.size_seconds / 4)
+    found.append(_pair(group, less, matmul, lane, every))
+    if every >= 2 and group.device.type == "cpu":  # a part of a GPU is no part of what its ranks share
+        found.append(_pair(group, less, _inside(group, every // 2, matmul), lane, every // 2))
+    return found
+
+
+def _pair(group: Group, effort: Effort, matmul: Work, lane: Lane, workers: int) -> Pair:
+    """How long the matmul and the lane take alone, and each beside the other.
 
     The side in question runs inside the other, which does `_COVER` times as much and starts first.
     """
@@ -310,5 +354,13 @@ def _interference(group: Group, effort: Effort, matmul: Work, lane: Lane) -> tup
         before=group.barrier,
     )
     buffer.release()
-    # Below 1 is noise: nothing gets faster by company.
-    return max(1.0, taken.ratio("matmul beside", "matmul").median), max(1.0, taken.ratio("lane beside", "lane").median)
+    # Ratios formed inside rounds are steadier than ratios of medians.
+    alone_seconds = {
+        "matmul": taken.estimate("matmul").median / matmuls,
+        "lane": taken.estimate("lane").median / exchanges,
+    }
+    beside = {name: seconds * taken.ratio(f"{name} beside", name).median for name, seconds in alone_seconds.items()}
+    return Pair(
+        workers, lane.name, effort.message_bytes, alone_seconds["matmul"], beside["matmul"], alone_seconds["lane"],
+        beside["lane"],
+    )  # fmt: skip

@@ -19,7 +19,6 @@ import torch
 from .. import errors
 
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: int32(seen - value) >= 0, cyclic as ours
-_NO_FENCE = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
 _PORTABLE_AND_MAPPED = 1 | 2
 _NON_BLOCKING = 1
 _CAPTURE_MODE_RELAXED = 2
@@ -103,12 +102,9 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return stream
 
 
-def write(stream: int, address: int, value: int, releases: bool = True) -> None:
-    """Set the word at `address` when `stream` gets there. Releases what the stream did before, unless told not to.
-
-    One that releases nothing spares a fence; it is visible no later than the next one on the stream that does.
-    """
-    code = _write(stream, address, value & 0xFFFFFFFF, 0 if releases else _NO_FENCE)
+def write(stream: int, address: int, value: int) -> None:
+    """Set the word at `address` when `stream` gets there. Releases what the stream did before."""
+    code = _write(stream, address, value & 0xFFFFFFFF, 0)
     if code:
         _check(code)
 

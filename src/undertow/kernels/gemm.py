@@ -1,14 +1,13 @@
 """A persistent matmul whose finished tiles are counted: out = a @ b, tile by tile in the order of a table.
 
-CTA p computes the tiles p, p + CTAs, p + 2 CTAs, ... of the table. The main loop knows nothing of communication; the
-epilogue stores a tile where the table says and adds one to the counter of its parcel. The table is the plan's:
+CTAs take the tiles of the table in its order. The main loop knows nothing of communication; the epilogue stores a tile
+where the table says and adds one to the counter of its parcel. The table is the plan's:
 
     row, rows, column, columns   the tile in the product
     place, stride                where its first element goes, in elements of `out`, and how far its rows lie apart
     parcel                       whose counter it adds to, or (WAITS) whose rows of `a` it waits for
 
-Memory ordering. A counter's add releases, at system scope, what the whole CTA stored for the tile: CTA barrier, then
-the release of one thread; tiles that leave by TMA are completed before (`tma_store_fence`). Whoever waits for the
+Memory ordering. A counter's add releases what the whole CTA stored for the tile (`_count`). Whoever waits for the
 parcel's count acquires all its tiles: a stream's memory operation, or a kernel's wait. Where tiles wait for rows, the
 wait acquires what the rows' writer released before it set the word, and a proxy fence orders it before TMA loads.
 """
@@ -17,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .combine import activated
-from .signals import ARRIVED, proxy_fence, report_error, signal_wait, tma_store_fence
+from .signals import ARRIVED, proxy_fence, report_error, signal_wait
 
 ENTRY = tl.constexpr(8)  # 64-bit words of a table's row
 WORD = tl.constexpr(32)  # 32-bit words between two counters
@@ -30,17 +29,38 @@ _ADD = tl.constexpr("""{
     barrier.sync 0;
     mov.u32 thread, %tid.x;
     setp.eq.u32 first, thread, 0;
-    @first red.release.sys.global.add.s32 [$1], 1;
+    @first red.release.gpu.global.add.s32 [$1], 1;
+    mov.b32 $0, 0;
+}""")
+# The same for tiles that left by TMA. One thread has issued all of a tile's bulk stores, the leader that `elect.sync`
+# always finds in the first warp; once they are complete, its release covers the tile and no barrier is needed.
+_ADD_BULK = tl.constexpr("""{
+    .reg .pred other, leader;
+    .reg .b32 thread;
+    mov.u32 thread, %tid.x;
+    setp.ge.u32 other, thread, 32;
+    @other bra END;
+    elect.sync _|leader, 0xffffffff;
+    @!leader bra END;
+    cp.async.bulk.wait_group 0;
+    fence.proxy.async;
+    red.release.gpu.global.add.s32 [$1], 1;
+END:
     mov.b32 $0, 0;
 }""")
 
 
 @triton.jit
 def _count(counter, BULK: tl.constexpr):
-    """Add one to the parcel's counter. Releases, at system scope, what the whole CTA stored before."""
+    """Add one to the parcel's counter. Releases, at the scope of this GPU, what the whole CTA stored for the tile.
+
+    Those who acquire it are this GPU's own: the stream that waits for the parcel, or a kernel. What it covers lies in
+    this GPU's memory, and whoever carries it further (a copy engine, a kernel) comes after the wait.
+    """
     if BULK:
-        tma_store_fence()
-    tl.inline_asm_elementwise(_ADD, "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(_ADD_BULK, "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.inline_asm_elementwise(_ADD, "=r,l", [counter], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -53,17 +73,20 @@ def _halves(tile):
 
 @triton.jit
 def _store_part(
-    out, c, bias, tile, entry, FIRST: tl.constexpr, BULK: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr
-):
+    out, c, bias, tile, entry, FIRST: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
     """Columns [FIRST, FIRST + width) of a tile, finished."""
     ROWS: tl.constexpr = tile.shape[0]
     COLUMNS: tl.constexpr = tile.shape[1]
     columns = tl.load(entry + 3).to(tl.int32)
+    place, stride = tl.load(entry + 4), tl.load(entry + 5)
+    if EVEN:  # stores of 16 bytes
+        place, stride, columns = tl.multiple_of(place, 8), tl.multiple_of(stride, 8), tl.multiple_of(columns, 8)
     across = FIRST + tl.arange(0, COLUMNS)
     if BIAS:
         tile += tl.load(bias + tl.load(entry + 2) + across, mask=across < columns, other=0.0).to(tl.float32)[None, :]
     tile = activated(tile, ACTIVATION).to(out.dtype.element_ty)
-    place, stride = tl.load(entry + 4), tl.load(entry + 5)
     if BULK:
         c.store([(place // stride).to(tl.int32), (place % stride).to(tl.int32) + FIRST], tile)
     else:
@@ -74,69 +97,122 @@ def _store_part(
 
 @triton.jit
 def _store(
-    out, c, bias, tile, entry, PARTS: tl.constexpr, BULK: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr
-):
+    out, c, bias, tile, entry, PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
     """A tile in PARTS parts: the addresses (or the staging memory) of a whole one would not fit."""
     WIDTH: tl.constexpr = tile.shape[1] // PARTS
     if PARTS == 1:
-        _store_part(out, c, bias, tile, entry, 0, BULK, BIAS, ACTIVATION)
+        _store_part(out, c, bias, tile, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
     else:
         left, right = _halves(tile)
         if PARTS == 2:
-            _store_part(out, c, bias, left, entry, 0, BULK, BIAS, ACTIVATION)
-            _store_part(out, c, bias, right, entry, WIDTH, BULK, BIAS, ACTIVATION)
+            _store_part(out, c, bias, left, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
+            _store_part(out, c, bias, right, entry, WIDTH, BULK, EVEN, BIAS, ACTIVATION)
         else:
             first, second = _halves(left)
-            _store_part(out, c, bias, first, entry, 0, BULK, BIAS, ACTIVATION)
-            _store_part(out, c, bias, second, entry, WIDTH, BULK, BIAS, ACTIVATION)
+            _store_part(out, c, bias, first, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
+            _store_part(out, c, bias, second, entry, WIDTH, BULK, EVEN, BIAS, ACTIVATION)
             third, fourth = _halves(right)
-            _store_part(out, c, bias, third, entry, 2 * WIDTH, BULK, BIAS, ACTIVATION)
-            _store_part(out, c, bias, fourth, entry, 3 * WIDTH, BULK, BIAS, ACTIVATION)
+            _store_part(out, c, bias, third, entry, 2 * WIDTH, BULK, EVEN, BIAS, ACTIVATION)
+            _store_part(out, c, bias, fourth, entry, 3 * WIDTH, BULK, EVEN, BIAS, ACTIVATION)
 
 
-@triton.jit(do_not_specialize=["bias", "table", "counters", "tiles", "inner", "abort", "error", "deadline_ns"])
+@triton.jit
+def _product(
+    a, b, row, column, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """The main loop: one tile of a @ b."""
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for step in range(steps):
+        x = a.load([row, step * BLOCK_K])
+        if TRANSPOSED:
+            w = b.load([column, step * BLOCK_K]).T
+        else:
+            w = b.load([step * BLOCK_K, column])
+        total = tl.dot(x, w, total)
+    return total
+
+
+_BULK_ARGUMENTS = ["bias", "table", "counters", "tiles", "inner", "next_tile", "abort", "error", "deadline_ns"]
+
+
+@triton.jit(do_not_specialize=_BULK_ARGUMENTS)
 def gemm_kernel(
-    a, b, c, out, bias, table, counters, tiles: tl.int32, inner: tl.int32, abort, error, deadline_ns: tl.int64,
+    a, b, c, out, bias, table, counters, tiles: tl.int32, inner: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PARTS: tl.constexpr, BULK: tl.constexpr, SIGNAL: tl.constexpr, DEFER: tl.constexpr, WAITS: tl.constexpr,
+    PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, SIGNAL: tl.constexpr, DEFER: tl.constexpr,
     BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """`a` [M, K] and `b` ([K, N], or [N, K] if TRANSPOSED) are tensor descriptors; `c` one of `out` where BULK.
 
-    DEFER: a tile is counted in the epilogue of the CTA's next one, when its stores have long arrived. WAITS: the loads
-    of a tile must not run ahead of its wait, so tiles are not pipelined into each other.
+    The CTAs take tiles in fixed turns, and the loads of a tile run ahead into the epilogue of the one before. EVEN:
+    places, strides and columns of all tiles are multiples of 8 elements. DEFER: a tile is counted in the epilogue of
+    the CTA's next one, when its stores have long arrived.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     steps = tl.cdiv(inner, BLOCK_K)
     stored = program - programs
     finished = counters
-    status = 0
-    for position in tl.range(program, tiles, programs, flatten=not WAITS):
+    for position in tl.range(program, tiles, programs, flatten=True):
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        if WAITS:
-            if status == ARRIVED:
-                status = signal_wait(counters + tl.load(entry + 6).to(tl.int32) * WORD, 1, abort, deadline_ns)
-                proxy_fence()
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(steps):
-            x = a.load([row, step * BLOCK_K])
-            if TRANSPOSED:
-                w = b.load([column, step * BLOCK_K]).T
-            else:
-                w = b.load([step * BLOCK_K, column])
-            total = tl.dot(x, w, total)
+        total = _product(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
         entry = table + stored * ENTRY
         if SIGNAL and DEFER:
             if stored != program:
                 _count(finished, BULK)
-        _store(out, c, bias, total, entry, PARTS, BULK, BIAS, ACTIVATION)
+        _store(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         finished = counters + tl.load(entry + 6).to(tl.int32) * WORD
         if SIGNAL and not DEFER:
             _count(finished, BULK)
     if SIGNAL and DEFER:
         if stored >= 0:
+            _count(finished, BULK)
+
+
+@triton.jit(do_not_specialize=_BULK_ARGUMENTS)
+def fetching_gemm_kernel(
+    a, b, c, out, bias, table, counters, tiles: tl.int32, inner: tl.int32, next_tile, abort, error,
+    deadline_ns: tl.int64,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
+    PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, SIGNAL: tl.constexpr, DEFER: tl.constexpr,
+    WAITS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """The same, but a CTA that is ready takes the next tile that nobody has: `next_tile` counts those taken, from 0.
+
+    For a GPU that is shared: a CTA that finds no SM for a while then holds back no tile of an early parcel. And
+    (WAITS) for tiles that wait for rows of `a`, whose loads must not run ahead of the wait. The fetch is relaxed: it
+    carries nothing but the number.
+    """
+    steps = tl.cdiv(inner, BLOCK_K)
+    status = 0
+    finished = counters
+    tiles_here = 0
+    position = tl.atomic_add(next_tile, 1, sem="relaxed")
+    while position < tiles:
+        following = tl.atomic_add(next_tile, 1, sem="relaxed")
+        entry = table + position * ENTRY
+        row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
+        counter = counters + tl.load(entry + 6).to(tl.int32) * WORD
+        if WAITS:
+            if status == ARRIVED:
+                status = signal_wait(counter, 1, abort, deadline_ns)
+                proxy_fence()
+        total = _product(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        if SIGNAL and DEFER:
+            if tiles_here > 0:
+                _count(finished, BULK)
+        _store(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        if SIGNAL and not DEFER:
+            _count(counter, BULK)
+        finished = counter
+        tiles_here += 1
+        position = following
+    if SIGNAL and DEFER:
+        if tiles_here > 0:
             _count(finished, BULK)
     if status != ARRIVED:
         report_error(error, status)
@@ -152,8 +228,8 @@ _PLAIN = [
 def plain_gemm_kernel(
     a, b, out, bias, table, counters, tiles: tl.int32, inner: tl.int32, a_row: tl.int64, a_column: tl.int64,
     b_row: tl.int64, b_column: tl.int64, abort, error, deadline_ns: tl.int64,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, SIGNAL: tl.constexpr,
-    WAITS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    SIGNAL: tl.constexpr, WAITS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """The same for any strides and alignment, any dtype that tensor cores or FMAs take, and GPUs without TMA."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -176,8 +252,8 @@ def plain_gemm_kernel(
             w = tl.load(b_pointers, mask=here[:, None] & (across < columns)[None, :], other=0.0)
             total = tl.dot(x, w, total, input_precision="ieee")
             a_pointers += BLOCK_K * a_column
-            b_pointers += BLOCK_K * b_column
-        _store(out, out, bias, total, entry, PARTS, False, BIAS, ACTIVATION)
+            b_pointers += BLOCK_K * b_row
+        _store(out, out, bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
         if SIGNAL:
             _count(counter, False)
     if status != ARRIVED:

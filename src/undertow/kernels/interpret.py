@@ -48,12 +48,12 @@ _WORD = tl.constexpr(128)  # bytes between two semaphores
 _POLL = tl.constexpr("""{
     .reg .pred idle, done, again, stop;
     .reg .b32 seen, polls, status;
-    .reg .b64 begin, passed;
+    .reg .b64 begin, now, passed;
     mov.b32 status, 0;
     setp.eq.s32 idle, $3, 0;
     @idle bra END;
     mov.b32 polls, 0;
-    mov.u64 begin, %globaltimer;
+    mov.b64 begin, 0;
 POLL:
     ld.acquire.sys.global.b32 seen, [$1];
     sub.s32 seen, seen, $2;
@@ -66,8 +66,10 @@ POLL:
     ld.relaxed.sys.global.b32 seen, [$4];
     setp.ne.s32 stop, seen, 0;
     @stop bra STOP;
-    mov.u64 passed, %globaltimer;
-    sub.u64 passed, passed, begin;
+    mov.u64 now, %globaltimer;
+    setp.eq.u64 again, begin, 0;
+    @again mov.u64 begin, now;
+    sub.u64 passed, now, begin;
     setp.lt.u64 again, passed, $5;
     @again bra POLL;
     mov.b32 status, 2;
@@ -167,19 +169,17 @@ def _post(program, row, needed, KERNELS: tl.constexpr, LANES: tl.constexpr):
 def _run(
     program, memory, tiling, watch, past, row, iteration, last, parcels, parcel_target, tiles,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    COPIES: tl.constexpr, MANY: tl.constexpr, SINGLE: tl.constexpr, KERNELS: tl.constexpr, PACKETS: tl.constexpr,
-    LANES: tl.constexpr, VECTORS: tl.constexpr,
+    MANY: tl.constexpr, KERNELS: tl.constexpr, PACKETS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The instruction at `row`, in one iteration: decode, wait, move, post. Returns the status of the wait."""
-    abort, error, deadline_ns = watch
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
+    instances = program[6]
     at, end = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
     depth = tiling[3]
     parity = (past[0] % depth + iteration).to(tl.int32) % depth.to(tl.int32)
-    if not PACKETS:
-        piece, count, _, _ = decode(
-            program, memory, tiling, at, at < end, iteration, parity, SIZE, SOURCES, STORES, False
-        )  # fmt: skip
+    piece, count, from_packets, to_packets = decode(
+        program, memory, tiling, at, at < end, iteration, parity, SIZE, SOURCES, STORES, PACKETS, LANES
+    )  # fmt: skip
     ready, needed = tiles * 0, tiles * 0
     if KERNELS:
         kind, number = tl.load(row), tl.load(row + 1)
@@ -187,32 +187,21 @@ def _run(
         needed = tl.where((kind == _NEEDED) & (iteration == last), tiles + number * _WORD, 0)
     status = _wait(program, watch, row, past, iteration, ready, parcel_target, KERNELS, LANES)
     if status == ARRIVED:
-        if PACKETS:
-            flag = (past[0] + iteration + 1).to(tl.int32)
-            for one in range(at, end):
-                piece, count, from_packets, to_packets = decode(
-                    program, memory, tiling, one, True, iteration, parity, SIZE, SOURCES, STORES, True
-                )
+        while at < end:
+            if PACKETS:
+                sources, source_count, _, stores, store_count, _, _, _ = piece
                 move_words(
-                    piece, from_packets, to_packets, count, flag, abort, error, deadline_ns,
-                    ELEMENT, OPERATION, SOURCES, STORES, LANES,
+                    sources, stores, source_count, store_count, from_packets, to_packets, count, instances,
+                    (past[0] + iteration + 1).to(tl.int32), watch, ELEMENT, OPERATION, SOURCES, STORES, LANES,
                 )  # fmt: skip
-        elif SINGLE:
-            if count > 0:
-                move_piece(
-                    memory, piece, count, ELEMENT, OPERATION, SOURCES, STORES, False, True, False, LANES, VECTORS
-                )
-        else:
-            while at < end:
+            else:
                 if count > 0:
-                    move_piece(
-                        memory, piece, count, ELEMENT, OPERATION, SOURCES, STORES, COPIES, False, MANY, LANES, VECTORS
-                    )
-                at += 1
-                if at < end:
-                    piece, count, _, _ = decode(
-                        program, memory, tiling, at, True, iteration, parity, SIZE, SOURCES, STORES, False
-                    )
+                    move_piece(memory, piece, count, instances, ELEMENT, OPERATION, SOURCES, STORES, MANY, LANES)
+            at += 1
+            if at < end:
+                piece, count, from_packets, to_packets = decode(
+                    program, memory, tiling, at, True, iteration, parity, SIZE, SOURCES, STORES, PACKETS, LANES
+                )
         _post(program, row, needed, KERNELS, LANES)
     return status
 
@@ -228,8 +217,7 @@ def interpret_kernel(
     code, bases, semaphores, epochs, source: tl.int64, out: tl.int64, iterations: tl.int32, words: tl.int32,
     abort, error, deadline_ns: tl.int64, parcels: tl.int64, parcel_target: tl.int32, tiles: tl.int64,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    COPIES: tl.constexpr, MANY: tl.constexpr, SINGLE: tl.constexpr, KERNELS: tl.constexpr, PACKETS: tl.constexpr,
-    LANES: tl.constexpr, VECTORS: tl.constexpr,
+    MANY: tl.constexpr, KERNELS: tl.constexpr, PACKETS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One call of a program of `words` words.
 
@@ -238,16 +226,14 @@ def interpret_kernel(
     of words that kernels post and wait for, 128 bytes apart; a parcel is ready at `parcel_target`.
 
     ELEMENT is the type of the sums, an integer type where nothing is summed; SOURCES and STORES are how many operands
-    are unrolled, MANY says that some moves have more. COPIES: moves of one source occur beside sums. SINGLE: every
-    worker's body is at most one move, of at most one piece, with exactly SOURCES sources and STORES stores. KERNELS:
-    `ready` or `needed` occur. PACKETS: packet operands occur. LANES: threads of a CTA. VECTORS: 16-byte loads that
-    each of them has under way, a power of two and at least SOURCES.
+    are unrolled, MANY says that some moves have more. KERNELS: `ready` or `needed` occur. PACKETS: all scratch is
+    packets. LANES: threads of a CTA.
     """
     number = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     # All of a small program is fetched at once; what follows is a chain of loads that then only goes to the cache.
     fetch(code + lanes * 16, lanes * 16 < words)
-    instances, ranks = tl.load(code + _INSTANCES), tl.load(code + _RANKS)
+    instances, ranks = tl.load(code + _INSTANCES).to(tl.int32), tl.load(code + _RANKS)
     fetch(bases + lanes, lanes < 3 * ranks + 2)
     fetch(semaphores + lanes, lanes < ranks + 1)
     # Ordered by the launch: the CTA of this number stored them in the call before.
@@ -274,14 +260,11 @@ def interpret_kernel(
         status = _run(
             program, memory, tiling, watch, past, code + (rows + at * _INSTRUCTION_ROW), iteration, iterations - 1,
             parcels, parcel_target, tiles,
-            ELEMENT, OPERATION, SOURCES, STORES, COPIES, MANY, SINGLE, KERNELS, PACKETS, LANES, VECTORS,
+            ELEMENT, OPERATION, SOURCES, STORES, MANY, KERNELS, PACKETS, LANES,
         )  # fmt: skip
-        if SINGLE:  # no loop over instructions
-            iteration += 1
-        else:
-            at += 1
-            iteration = tl.where(at == last, iteration + 1, iteration)
-            at = tl.where(at == last, first, at)
+        at += 1
+        iteration = tl.where(at == last, iteration + 1, iteration)
+        at = tl.where(at == last, first, at)
     if (end >= 0) & (status == ARRIVED):  # waits, and does nothing else
         row = code + (rows + end * _INSTRUCTION_ROW)
         status = _wait(program, watch, row, past, iterations - 1, tiles, 0, False, LANES)

@@ -3,7 +3,8 @@
 A packet needs no semaphore. Whoever writes it stores data and flag in one access, whoever reads it polls until the flag
 is that of the iteration. Both accesses are relaxed, at system scope: 64 bits are never torn, and there is nothing else
 to order. Flags grow by one with every iteration of every call, so that what an earlier iteration left is never taken
-for the new, and nothing is ever cleared.
+for the new, and nothing is ever cleared. All scratch is packets, also that which a rank keeps for itself: it is
+written, and then read, once an iteration.
 
 When a place may be written again is the program's business: a rank that has the packets of one iteration from a peer
 knows that the peer is over with those of the iteration before. Two things make that true here. A CTA barrier follows
@@ -18,52 +19,46 @@ elements, as instances have in short tiles, still sends and awaits one packet.
 import triton
 import triton.language as tl
 
-from .pieces import MAX, MIN
+from .pieces import BLOCK, block_begin, reduced
 
 _IN_FLIGHT = tl.constexpr(4)  # words that each thread has under way
 
-_LOOK = tl.constexpr("""{
-    .reg .pred wanted;
-    .reg .b64 seen;
-    mov.b64 seen, 0;
-    setp.ne.s32 wanted, $2, 0;
-    @wanted ld.relaxed.sys.global.b64 seen, [$1];
-    mov.b64 $0, seen;
-}""")
 
-# As in `signals`, the abort word (across PCIe) and the timer (slow to read) are looked at once in 64 polls.
-_SETTLE = tl.constexpr("""{
-    .reg .pred idle, done, again, stop;
-    .reg .b32 data, flag, polls, seen;
-    .reg .b64 packet, begin, passed;
-    mov.b64 {data, flag}, $1;
-    setp.eq.s32 idle, $4, 0;
-    @idle bra END;
-    setp.eq.u32 done, flag, $3;
-    @done bra END;
-    mov.b32 polls, 0;
-    mov.u64 begin, %globaltimer;
-POLL:
-    ld.relaxed.sys.global.b64 packet, [$2];
-    mov.b64 {data, flag}, packet;
-    setp.eq.u32 done, flag, $3;
-    @done bra END;
-    add.u32 polls, polls, 1;
-    and.b32 seen, polls, 63;
-    setp.ne.u32 again, seen, 0;
-    @again bra POLL;
-    ld.relaxed.sys.global.b32 seen, [$5];
-    setp.ne.s32 stop, seen, 0;
-    @stop bra END;
-    mov.u64 passed, %globaltimer;
-    sub.u64 passed, passed, begin;
-    setp.lt.u64 again, passed, $7;
-    @again bra POLL;
-    st.relaxed.sys.global.b32 [$6], 2;
-    st.relaxed.sys.global.b32 [$5], 1;
-END:
-    mov.b32 $0, data;
-}""")
+def _settle(count: int) -> str:
+    """Polls `count` packets together, those whose bit is set: all loads are under way before the first is looked at.
+
+    As in `interpret`, the abort word (across PCIe) and the timer (slow to read) are looked at once in 64 polls.
+    """
+    wanted, flag, *pointers, abort, error, deadline = (f"${one}" for one in range(count, 2 * count + 5))
+    each = range(count)
+    lines = [
+        *(f".reg .pred wanted{one}; .reg .b32 data{one}, flag{one}; .reg .b64 packet{one};" for one in each),
+        ".reg .pred done, again, stop; .reg .b32 zero, polls, seen; .reg .b64 begin, now, passed;",
+        "mov.b32 zero, 0; mov.b32 polls, 0; mov.b64 begin, 0;",
+        *(
+            f"and.b32 seen, {wanted}, {1 << one}; setp.ne.s32 wanted{one}, seen, 0;"
+            f"mov.b64 packet{one}, {{zero, {flag}}};"
+            for one in each
+        ),
+        "POLL:",
+        *(f"@wanted{one} ld.relaxed.sys.global.b64 packet{one}, [{pointers[one]}];" for one in each),
+        "mov.b32 seen, 0;",
+        *(
+            f"mov.b64 {{data{one}, flag{one}}}, packet{one}; xor.b32 flag{one}, flag{one}, {flag};"
+            f"or.b32 seen, seen, flag{one};"
+            for one in each
+        ),
+        "setp.eq.u32 done, seen, 0; @done bra END;",
+        "add.u32 polls, polls, 1; and.b32 seen, polls, 63; setp.ne.u32 again, seen, 0; @again bra POLL;",
+        f"ld.relaxed.sys.global.b32 seen, [{abort}]; setp.ne.s32 stop, seen, 0; @stop bra END;",
+        "mov.u64 now, %globaltimer; setp.eq.u64 again, begin, 0; @again mov.u64 begin, now;",
+        f"sub.u64 passed, now, begin; setp.lt.u64 again, passed, {deadline}; @again bra POLL;",
+        f"st.relaxed.sys.global.b32 [{error}], 2; st.relaxed.sys.global.b32 [{abort}], 1;",
+        "END:",
+        *(f"mov.b32 ${one}, data{one};" for one in each),
+    ]
+    return "{\n" + "\n".join(lines) + "\n}"
+
 
 _SEND = tl.constexpr("""{
     .reg .pred wanted;
@@ -75,22 +70,21 @@ _SEND = tl.constexpr("""{
 }""")
 
 
-@triton.jit
-def look(pointers, wanted):
-    """The packets as they are now. Waits for nothing, so that those of several sources are under way together."""
-    arguments = [pointers, wanted.to(tl.int32)]
-    return tl.inline_asm_elementwise(_LOOK, "=l,l,r", arguments, dtype=tl.int64, is_pure=False, pack=1)
+@tl.core.builtin
+def settle(pointers, wanted, flag, watch, _semantic=None):
+    """The data of one packet for each of `pointers` and lane, polled together until those carry `flag` whose bit in
+    `wanted` is set.
 
-
-@triton.jit
-def settle(packets, pointers, flag, wanted, abort, error, deadline_ns):
-    """The data of the packets, polled again until they carry `flag`. Relaxed: a packet publishes nothing but itself.
-
-    A lane that is aborted goes on with whatever is there: outputs of an aborted call are poisoned. One that is late
-    reports to `error` and sets `abort`, so that all others give up, too.
+    Relaxed: a packet publishes nothing but itself. A lane that is aborted goes on with whatever is there: outputs of an
+    aborted call are poisoned. One that is late reports to the error word and sets the abort word, so that all others
+    give up, too.
     """
-    arguments = [packets, pointers, flag, wanted.to(tl.int32), abort, error, tl.cast(deadline_ns, tl.int64)]
-    return tl.inline_asm_elementwise(_SETTLE, "=r,l,l,r,r,l,l,l", arguments, dtype=tl.int32, is_pure=False, pack=1)
+    count = len(pointers)
+    constraints = ",".join(["=r"] * count + ["r", "r"] + ["l"] * (count + 3))
+    return tl.inline_asm_elementwise(
+        _settle(count), constraints, [wanted, flag, *pointers, *watch], dtype=[tl.int32] * count, is_pure=False, pack=1,
+        _semantic=_semantic,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -157,13 +151,7 @@ def _sum(words, source_count, ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SO
     for part in tl.static_range(32 // ELEMENT.primitive_bitwidth):
         total = _part(words[0], part, ELEMENT, SUMMED)
         for index in tl.static_range(1, SOURCES):
-            value = _part(words[index], part, ELEMENT, SUMMED)
-            if OPERATION == MAX:
-                grown = tl.maximum(total, value)
-            elif OPERATION == MIN:
-                grown = tl.minimum(total, value)
-            else:
-                grown = total + value
+            grown = reduced(total, _part(words[index], part, ELEMENT, SUMMED), OPERATION)
             total = tl.where(index < source_count, grown, total)
         result |= _as_bits(total, part, ELEMENT)
     return tl.where(source_count > 1, result, words[0])
@@ -171,41 +159,39 @@ def _sum(words, source_count, ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SO
 
 @triton.jit
 def move_words(
-    piece, from_packets, to_packets, count, flag, abort, error, deadline_ns,
+    sources, stores, source_count, store_count, from_packets, to_packets, count, instances, flag, watch,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """stores <- sum of sources, word by word; each operand is ordinary memory or packets that carry `flag`.
+    """stores <- sum of sources, word by word; each operand is the user's memory or packets that carry `flag`.
 
     `from_packets` and `to_packets` have a bit for each operand that is packets. Only elements of 32 bits or fewer can
     be summed; others are copied.
     """
-    sources, source_count, _, stores, store_count, _, _, _ = piece
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    BLOCK: tl.constexpr = LANES * (_IN_FLIGHT // SOURCES if SOURCES < _IN_FLIGHT else 1)
+    ROW: tl.constexpr = LANES * (_IN_FLIGHT // SOURCES if SOURCES < _IN_FLIGHT else 1)
+    PER_BLOCK: tl.constexpr = LANES * BLOCK * 4  # words
     tl.static_assert(SOURCES == 1 or SIZE <= 4, "packets carry sums of 32-bit elements at most")
-    words = tl.maximum((count * SIZE + 3) // 4, 1)  # one at least: see above
-    lanes = tl.arange(0, BLOCK)
-    for first in range(0, words, BLOCK):
-        inside = lanes < tl.minimum(words - first, BLOCK).to(tl.int32)
-        left = tl.minimum(count - first * 4 // SIZE, BLOCK * 4).to(tl.int32)  # elements, of those that a block can hold
-        seen = ()
+    words = tl.maximum((count * SIZE + 3) // 4, 1).to(tl.int32)  # one at least: see above
+    lanes = tl.arange(0, ROW)
+    for first in range(0, words, ROW):
+        inside = lanes < words - first
+        left = tl.minimum(count - first * 4 // SIZE, ROW * 4).to(tl.int32)  # elements, as a row can hold
+        begin = block_begin(first, instances, 4, PER_BLOCK)
         data = ()
-        for one in tl.static_range(SOURCES):
-            pointers = (sources[one] + first * 8).to(tl.pointer_type(tl.int64)) + lanes
-            seen = seen + (look(pointers, inside & ((from_packets >> one) & 1 != 0)),)
+        pointers = ()
         for one in tl.static_range(SOURCES):
             from_memory = inside & (one < source_count) & ((from_packets >> one) & 1 == 0)
-            data = data + (_load_words(sources[one] + first * 4, lanes, left, from_memory, SIZE),)
+            data = data + (_load_words(sources[one] + begin, lanes, left, from_memory, SIZE),)
+            pointers = pointers + ((sources[one] + begin * 2).to(tl.pointer_type(tl.int64)) + lanes,)
+        arrived = settle(pointers, tl.where(inside, from_packets, 0), flag, watch)
         settled = ()
         for one in tl.static_range(SOURCES):
-            pointers = (sources[one] + first * 8).to(tl.pointer_type(tl.int64)) + lanes
-            awaited = inside & ((from_packets >> one) & 1 != 0)
-            arrived = settle(seen[one], pointers, flag, awaited, abort, error, deadline_ns)
-            settled = settled + (tl.where((from_packets >> one) & 1 != 0, arrived, data[one]),)
+            settled = settled + (tl.where((from_packets >> one) & 1 != 0, arrived[one], data[one]),)
         result = settled[0] if SOURCES == 1 else _sum(settled, source_count, ELEMENT, OPERATION, SOURCES)
         for one in tl.static_range(STORES):
-            pointers = (stores[one] + first * 8).to(tl.pointer_type(tl.int64)) + lanes
-            send(pointers, result, flag, inside & ((to_packets >> one) & 1 != 0))
+            pointers_to = (stores[one] + begin * 2).to(tl.pointer_type(tl.int64)) + lanes
+            send(pointers_to, result, flag, inside & ((to_packets >> one) & 1 != 0))
+        for one in tl.static_range(STORES):
             to_memory = inside & (one < store_count) & ((to_packets >> one) & 1 == 0)
-            _store_words(stores[one] + first * 4, lanes, result, left, to_memory, SIZE)
+            _store_words(stores[one] + begin, lanes, result, left, to_memory, SIZE)
     tl.debug_barrier()  # no thread sends for the next iteration while another still reads this one

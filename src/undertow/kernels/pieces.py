@@ -19,10 +19,56 @@ MAX, MIN = tl.constexpr(1), tl.constexpr(2)  # as in the CPU interpreter; 0 is t
 
 _PIECE_ROW, _OPERAND_ROW = tl.constexpr(bind.PIECE_ROW), tl.constexpr(bind.OPERAND_ROW)
 _MY_INPUT, _MY_OUTPUT = tl.constexpr(bind.MY_INPUT), tl.constexpr(bind.MY_OUTPUT)
-_USER, _PACKET = tl.constexpr(bind.USER), tl.constexpr(bind.PACKET_MEMORY)
+_USER = tl.constexpr(bind.USER)
 _VECTOR = tl.constexpr(16)  # bytes of the widest access
-_NARROW = tl.constexpr(4)  # loads that each thread has under way where they cannot be wide
+_IN_FLIGHT = tl.constexpr(16)  # wide loads that each thread has under way, of all sources together
+_NARROW = tl.constexpr(4)  # the same where they cannot be wide
 _FURTHER = tl.constexpr(4)  # operands that are unrolled of those beyond SOURCES or STORES
+
+
+BLOCK = tl.constexpr(4)  # vectors of each thread in a block
+
+
+@triton.jit
+def own_part(left, tile, instances, instance, SIZE: tl.constexpr, LANES: tl.constexpr):
+    """Where an instance's part of a tile begins, of which `left` elements are left, and how many elements it has.
+
+    Long tiles are cut into blocks that instances take in turn, so that together they walk through memory front to back;
+    short ones into as many parts as there are instances, of whole vectors and no longer than a block. All ranks cut
+    alike, as only equal instances know of each other. In scratch, blocks lie as in a long tile, whatever its length:
+    what one instance writes is never another one's. Counted in vectors, of which a tile has fewer than 2^31.
+    """
+    UNIT: tl.constexpr = _VECTOR // SIZE
+    VECTORS: tl.constexpr = LANES * BLOCK
+    ELEMENTS: tl.constexpr = VECTORS * UNIT
+    whole = tl.maximum(tl.minimum(tile, left), 0)
+    vectors = ((whole + (UNIT - 1)) // UNIT).to(tl.int32)
+    part = (vectors + (instances - 1)) // instances
+    first = tl.minimum(whole, (instance * part).to(tl.int64) * UNIT)
+    count = tl.minimum(whole, first + part.to(tl.int64) * UNIT) - first
+    blocks = (whole // ELEMENTS).to(tl.int32)
+    turns = blocks // instances
+    further = blocks - turns * instances
+    turns = (turns + tl.where(instance < further, 1, 0)).to(tl.int64) * ELEMENTS
+    turns += tl.where(instance == further, whole % ELEMENTS, 0)
+    in_turn = vectors > instances * VECTORS
+    return tl.where(in_turn, instance.to(tl.int64) * ELEMENTS, first), tl.where(in_turn, turns, count)
+
+
+@triton.jit
+def block_begin(first, instances, EACH: tl.constexpr, PER_BLOCK: tl.constexpr):
+    """Bytes from an instance's first block to its unit `first`, of EACH bytes and PER_BLOCK to a block."""
+    block = first // PER_BLOCK
+    return block * (instances.to(tl.int64) * (EACH * PER_BLOCK)) + (first - block * PER_BLOCK) * EACH
+
+
+@triton.jit
+def block_offsets(rows, instances, WIDTH: tl.constexpr, LANES: tl.constexpr):
+    """Elements to each of the vectors `rows`, which begin with a block or lie in one."""
+    VECTORS: tl.constexpr = LANES * BLOCK
+    if rows.shape[0] <= VECTORS:
+        return rows * WIDTH
+    return rows // VECTORS * (instances * (VECTORS * WIDTH)) + rows % VECTORS * WIDTH
 
 
 @triton.jit
@@ -46,7 +92,7 @@ def _operands(memory, lo, present, user, scratch, SIZE: tl.constexpr, COUNT: tl.
         offset = (tl.load(row + 1, mask=here, other=0) + tl.where(kind == _USER, user, scratch)) * SIZE
         if PACKETS:  # scratch of every kind takes twice the room
             offset = tl.where(kind == _USER, offset, 2 * offset)
-            packets |= tl.where(kind == _PACKET, 1 << index, 0)
+            packets |= tl.where(here & (kind != _USER), 1 << index, 0)
         address = tl.where(here, begin + offset, 0)
         addresses = addresses + (address if PACKETS else settled(address),)
     return addresses, packets
@@ -55,7 +101,7 @@ def _operands(memory, lo, present, user, scratch, SIZE: tl.constexpr, COUNT: tl.
 @triton.jit
 def decode(
     program, memory, tiling, at, present, iteration, parity,
-    SIZE: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr, PACKETS: tl.constexpr,
+    SIZE: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr, PACKETS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Piece `at` for one tile and one instance's part of it; of no elements if it is not `present`."""
     code, _, _, pieces, _, _, instances, instance = program
@@ -66,14 +112,10 @@ def decode(
     source_count = tl.load(row + 2, mask=present, other=0).to(tl.int32) - source_lo
     store_lo = tl.load(row + 3, mask=present, other=0).to(tl.int32)
     store_count = tl.load(row + 4, mask=present, other=0).to(tl.int32) - store_lo
-    # The instance's part, in whole vectors: instances of all ranks cut alike, as only equal numbers know of each other.
-    UNIT: tl.constexpr = _VECTOR // SIZE
     start = iteration.to(tl.int64) * tile
-    whole = tl.maximum(tl.minimum(tile, elements - start), 0)
-    part = (whole + (instances * UNIT - 1)) // (instances * UNIT) * UNIT
-    first = tl.minimum(whole, instance * part)
-    count = tl.minimum(whole, first + part) - first
-    user, scratch = start + first, parity.to(tl.int64) * scratch_elements + instance * slice_elements
+    first, count = own_part(elements - start, tile, instances, instance, SIZE, LANES)
+    block = tl.minimum(slice_elements, LANES * BLOCK * _VECTOR // SIZE)
+    user, scratch = start + first, parity.to(tl.int64) * scratch_elements + instance * block
     sources, from_packets = _operands(memory, source_lo, source_count, user, scratch, SIZE, SOURCES, PACKETS)
     stores, to_packets = _operands(memory, store_lo, store_count, user, scratch, SIZE, STORES, PACKETS)
     piece = (sources, source_count, source_lo, stores, store_count, store_lo, user, scratch)
@@ -81,7 +123,7 @@ def decode(
 
 
 @triton.jit
-def _reduced(total, value, OPERATION: tl.constexpr):
+def reduced(total, value, OPERATION: tl.constexpr):
     if OPERATION == MAX:
         return tl.maximum(total, value)
     if OPERATION == MIN:
@@ -93,13 +135,13 @@ def _reduced(total, value, OPERATION: tl.constexpr):
 def _block(
     memory, piece, begin, offsets, mask,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    EXACT: tl.constexpr, MANY: tl.constexpr, ALIGNMENT: tl.constexpr,
+    MANY: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """stores <- sum of sources for the masked elements at `offsets`, `begin` bytes into the piece.
 
     All loads of a group of sources are issued before any of them is needed. Sums are made in the order of the sources,
     in fp32 for 16-bit types, and rounded once. A store may be one of the sources: each element is read and written by
-    the same thread, in that order. EXACT: there are exactly SOURCES sources and STORES stores.
+    the same thread, in that order. One source is copied, its bits as they are.
     """
     sources, source_count, source_lo, stores, store_count, store_lo, user, scratch = piece
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
@@ -112,12 +154,11 @@ def _block(
         values = ()
         for index in tl.static_range(SOURCES):
             pointer = tl.multiple_of((sources[index] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
-            present = mask if EXACT else mask & (index < source_count)
-            values = values + (tl.load(pointer + offsets, mask=present),)
+            values = values + (tl.load(pointer + offsets, mask=mask & (index < source_count)),)
         total = values[0].to(SUMMED)
         for index in tl.static_range(1, SOURCES):
-            grown = _reduced(total, values[index].to(SUMMED), OPERATION)
-            total = grown if EXACT else tl.where(index < source_count, grown, total)
+            grown = reduced(total, values[index].to(SUMMED), OPERATION)
+            total = tl.where(index < source_count, grown, total)
         if MANY:  # the addresses of further ones are found anew for every block
             for first in range(SOURCES, source_count, _FURTHER):
                 others, _ = _operands(
@@ -127,50 +168,17 @@ def _block(
                     pointer = tl.multiple_of((others[index] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
                     here = first + index < source_count
                     value = tl.load(pointer + offsets, mask=mask & here)
-                    total = tl.where(here, _reduced(total, value.to(SUMMED), OPERATION), total)
-        result = total.to(ELEMENT)
+                    total = tl.where(here, reduced(total, value.to(SUMMED), OPERATION), total)
+        result = tl.where(source_count > 1, total.to(ELEMENT), values[0])
     for index in tl.static_range(STORES):
         pointer = tl.multiple_of((stores[index] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
-        tl.store(pointer + offsets, result, mask=mask if EXACT else mask & (index < store_count))
+        tl.store(pointer + offsets, result, mask=mask & (index < store_count))
     if MANY:
         for first in range(STORES, store_count, _FURTHER):
             others, _ = _operands(memory, store_lo + first, store_count - first, user, scratch, SIZE, _FURTHER, False)
             for index in tl.static_range(_FURTHER):
                 pointer = tl.multiple_of((others[index] + begin).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
                 tl.store(pointer + offsets, result, mask=mask & (first + index < store_count))
-
-
-@triton.jit
-def _move(
-    memory, piece, count, low_bits,
-    ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    EXACT: tl.constexpr, MANY: tl.constexpr, LANES: tl.constexpr,
-    VECTORS: tl.constexpr,
-):  # fmt: skip
-    """`count` elements from all sources to all stores: 16 bytes an access where every address allows it."""
-    SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    WIDTH: tl.constexpr = _VECTOR // SIZE
-    GROUP: tl.constexpr = 1 if SOURCES == 1 else 2 if SOURCES == 2 else 4 if SOURCES <= 4 else 8
-    ROWS: tl.constexpr = LANES * (VECTORS // GROUP)
-    done = count * 0
-    if low_bits % _VECTOR == 0:
-        rows = tl.arange(0, ROWS)
-        offsets = rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        vectors = count // WIDTH
-        for first in range(0, vectors, ROWS):
-            # A mask by rows is constant along a vector, so that it never splits one; what is left fits 32 bits.
-            mask = (rows < tl.minimum(vectors - first, ROWS).to(tl.int32))[:, None]
-            _block(
-                memory, piece, first * _VECTOR, offsets, mask,
-                ELEMENT, OPERATION, SOURCES, STORES, EXACT, MANY, _VECTOR,
-            )  # fmt: skip
-        done = vectors * WIDTH
-    # The rest: fewer elements than a vector, or all of them where addresses are not that even.
-    ELEMENTS: tl.constexpr = LANES * (_NARROW // GROUP if GROUP < _NARROW else 1)
-    lanes = tl.arange(0, ELEMENTS)
-    for first in range(done, count, ELEMENTS):
-        mask = lanes < tl.minimum(count - first, ELEMENTS).to(tl.int32)
-        _block(memory, piece, first * SIZE, lanes, mask, ELEMENT, OPERATION, SOURCES, STORES, EXACT, MANY, SIZE)
 
 
 @triton.jit
@@ -194,21 +202,31 @@ def _low_bits(memory, piece, SIZE: tl.constexpr, SOURCES: tl.constexpr, STORES: 
 
 @triton.jit
 def move_piece(
-    memory, piece, count,
-    ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    COPIES: tl.constexpr, EXACT: tl.constexpr, MANY: tl.constexpr, LANES: tl.constexpr,
-    VECTORS: tl.constexpr,
+    memory, piece, count, instances,
+    ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr, MANY: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
-    """`count` elements of a decoded piece. A copy moves bits, whatever they mean, with more of them under way."""
+    """`count` elements of a decoded piece: 16 bytes an access where every address allows it."""
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
-    RAW: tl.constexpr = tl.int8 if SIZE == 1 else tl.int16 if SIZE == 2 else tl.int32 if SIZE == 4 else tl.int64
-    bits = _low_bits(memory, piece, SIZE, SOURCES, STORES, MANY)
-    if SOURCES == 1:
-        _move(memory, piece, count, bits, RAW, OPERATION, 1, STORES, EXACT, MANY, LANES, VECTORS)
-    elif COPIES:
-        if piece[1] == 1:
-            _move(memory, piece, count, bits, RAW, OPERATION, 1, STORES, False, MANY, LANES, VECTORS)
-        else:
-            _move(memory, piece, count, bits, ELEMENT, OPERATION, SOURCES, STORES, False, MANY, LANES, VECTORS)
-    else:
-        _move(memory, piece, count, bits, ELEMENT, OPERATION, SOURCES, STORES, EXACT, MANY, LANES, VECTORS)
+    WIDTH: tl.constexpr = _VECTOR // SIZE
+    GROUP: tl.constexpr = 1 if SOURCES == 1 else 2 if SOURCES == 2 else 4 if SOURCES <= 4 else 8
+    ROWS: tl.constexpr = LANES * (_IN_FLIGHT // GROUP)
+    done = count * 0
+    if _low_bits(memory, piece, SIZE, SOURCES, STORES, MANY) % _VECTOR == 0:
+        rows = tl.arange(0, ROWS)
+        offsets = block_offsets(rows, instances, WIDTH, LANES)[:, None] + tl.arange(0, WIDTH)[None, :]
+        vectors = (count // WIDTH).to(tl.int32)
+        for first in range(0, vectors, ROWS):
+            # A mask by rows is constant along a vector, so that it never splits one.
+            mask = (rows < vectors - first)[:, None]
+            begin = block_begin(first, instances, _VECTOR, LANES * BLOCK)
+            _block(memory, piece, begin, offsets, mask, ELEMENT, OPERATION, SOURCES, STORES, MANY, _VECTOR)
+        done = count // WIDTH * WIDTH
+    # The rest: fewer elements than a vector, or all of them where addresses are not that even.
+    ELEMENTS: tl.constexpr = LANES * (_NARROW // GROUP if GROUP < _NARROW else 1)
+    ROUND: tl.constexpr = LANES * BLOCK * WIDTH
+    lanes = tl.arange(0, ELEMENTS)
+    for first in range(done, count, ELEMENTS):
+        own = first + lanes
+        offsets = own // ROUND * (instances * ROUND) + own % ROUND
+        _block(memory, piece, 0, offsets, own < count, ELEMENT, OPERATION, SOURCES, STORES, MANY, SIZE)

@@ -29,8 +29,7 @@ from ..plan import reorder
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
-from .choose import choose
-from .explain import Explanation, remember
+from .choose import Request, perform
 from .finish import Finish, check_finish
 from .operands import check_factors, dtype_name, output
 from .overlap import join
@@ -79,14 +78,15 @@ def all_gather_matmul(
         OPERATOR, m, n, k, dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, shards=counts,
     )  # fmt: skip
-    chosen, reason = choose(problem, strategy, plan, on)
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     same_on_all = f"M {m}, K {k}, {dtype_name(x)}"
-    with on.call(OPERATOR, same_on_all, f"{chosen.name} {chosen.digest}") as number:
+
+    def execute(chosen: Plan) -> None:
         lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
         with on.fabric.guarded_call((y,)):
             _run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane)
-        remember(Explanation(OPERATOR, shape, on.name, number, strategy, chosen, reason))
+
+    perform(Request(problem, on, shape, same_on_all, execute, lambda: x.new_zeros(m, k) @ w), strategy, plan)
     return y
 
 

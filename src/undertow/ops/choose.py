@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..plan.defaults import default_plan
 from ..plan.plan import Plan, parse_strategy
+from .explain import Choice, Explanation, remember
 
 if TYPE_CHECKING:
     from ..fabric.group import Group
@@ -14,14 +17,42 @@ if TYPE_CHECKING:
 GRAINS = ("serial", "chunked", "signaled")
 
 
-def choose(problem: Problem, strategy: str, plan: Plan | None, group: Group) -> tuple[Plan, str]:
-    """The plan and, in one sentence, why."""
-    lanes = group.fabric.lanes()
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call before its plan is known.
+
+    `problem`: with what may differ between ranks as it is on this one. `same_on_all`: what ranks compare. `execute`
+    runs the whole call with a plan, as often as it is asked to; `matmul` only multiplies, for measurements.
+    """
+
+    problem: Problem
+    group: Group
+    shape: str
+    same_on_all: str
+    execute: Callable[[Plan], None]
+    matmul: Callable[[], object]
+
+
+def perform(request: Request, strategy: str, plan: Plan | None) -> None:
+    """Choose a plan, run it once as a call of the group, and remember why."""
+    group, operator = request.group, request.problem.operator
+    choice = choose(request, strategy, plan)
+    chosen = choice.plan
+    with group.call(operator, request.same_on_all, f"{chosen.name} {chosen.digest}") as number:
+        request.execute(chosen)
+        remember(Explanation(operator, request.shape, group.name, number, strategy, choice))
+
+
+def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
+    """The plan and, in one sentence, why. With "auto" it may run the call several times."""
+    problem, lanes = request.problem, request.group.fabric.lanes()
     if plan is not None:
         parse_strategy(plan.name, GRAINS, lanes, plan.lane)
         plan.check(problem)
-        return plan, "The plan was given."
+        return Choice(plan, "The plan was given.")
     if strategy == "auto":
-        return default_plan(problem, "serial", "net"), "No measured plan beats serial here yet, so serial runs."
+        from .tuning import auto
+
+        return auto(request)
     grain, lane = parse_strategy(strategy, GRAINS, lanes, "net")
-    return default_plan(problem, grain, lane), "The strategy was given."
+    return Choice(default_plan(problem, grain, lane), "The strategy was given.")

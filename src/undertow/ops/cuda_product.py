@@ -80,10 +80,12 @@ class CudaTileProduct(Product):
         key = ("tiles", problem.key, problem.shards, plan.digest, rank)
         self._table = device_table(fabric, key, lambda: reorder.tile_table(grid, plan, rank))
         self._tiles = reorder.parcel_tiles(grid, plan, rank)
-        self._counters = _counters(fabric, len(plan.parcels))
+        self._counters = _counters(fabric, len(plan.parcels) + 1)  # the last one counts the tiles that were fetched
+        self._fetched = self._counters[_WORD * len(plan.parcels) :]
         full = problem.n * x.element_size() % _TMA_ALIGNMENT == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
         even = all(rows % plan.tile[0] == 0 for rows in problem.shards[:-1])
         self._bulk_stores = plan.layout == "natural" and full and even and buffer.numel() > 0
+        self._even = problem.n % 8 == 0 and plan.tile[1] % 8 == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
         self._shape = problem.m, problem.n
 
     def prepare(self) -> None:
@@ -117,9 +119,9 @@ class CudaTileProduct(Product):
         tiles, inner = self._table.shape[0], self._x.shape[1]
         bias = self._finish.bias if self._finish is not None else None
         shared: dict[str, Any] = {
-            "SIGNAL": not self.waits_for_rows, "WAITS": self.waits_for_rows, "BIAS": bias is not None,
+            "SIGNAL": not self.waits_for_rows, "BIAS": bias is not None,
             "ACTIVATION": ACTIVATIONS.index(self._finish.activation) if self._finish is not None else 0,
-            "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "BLOCK_M": block_m, "BLOCK_N": block_n, "EVEN": self._even,
         }  # fmt: skip
         ends = (guard.abort, guard.error, int(self._fabric.group.deadline * 1e9))
         grid = (max(1, min(tiles, self._plan.share.multiprocessors or self._fabric.multiprocessors)),)
@@ -133,20 +135,26 @@ class CudaTileProduct(Product):
             c: Any = self._counters
             if self._bulk_stores:
                 c = TensorDescriptor.from_tensor(self._buffer.view(self._shape), [block_m, block_n // parts])
-            kernel = gemm.gemm_kernel
-            kernel[grid](
+            arguments = (
                 TensorDescriptor.from_tensor(x.tensor, [block_m, block_k]),
                 TensorDescriptor.from_tensor(w.tensor, block_b),
-                c, self._buffer, given, self._table, self._counters, tiles, inner, *ends,
-                BLOCK_K=block_k, TRANSPOSED=w.transposed, PARTS=parts, BULK=self._bulk_stores, DEFER=True,
-                num_warps=8, num_stages=3 if self.waits_for_rows else 4, **shared,
+                c, self._buffer, given, self._table, self._counters, tiles, inner,
             )  # fmt: skip
+            constants = {
+                "BLOCK_K": block_k, "TRANSPOSED": w.transposed, "PARTS": parts, "BULK": self._bulk_stores,
+                "DEFER": self._bulk_stores, "num_warps": 8, "num_stages": 4,
+            }  # fmt: skip
+            if self.waits_for_rows or self._fabric.shares_device:
+                kernel = gemm.fetching_gemm_kernel
+                kernel[grid](*arguments, self._fetched, *ends, WAITS=self.waits_for_rows, **constants, **shared)
+            else:
+                kernel = gemm.gemm_kernel
+                kernel[grid](*arguments, **constants, **shared)
             return
         kernel = gemm.plain_gemm_kernel
-        b_row, b_column = self._w.stride()
         kernel[grid](
             self._x, self._w, self._buffer, given, self._table, self._counters, tiles, inner, *self._x.stride(),
-            b_row, b_column, *ends, BLOCK_K=32, PARTS=2 if block_n <= 128 else 4,
+            *self._w.stride(), *ends, BLOCK_K=32, PARTS=2 if block_n <= 128 else 4, WAITS=self.waits_for_rows,
             num_warps=8 if block_m * block_n > 128 * 64 else 4, num_stages=2, **shared,
         )  # fmt: skip
 

@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
+from ..fabric import timeline
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -26,6 +27,7 @@ ACTIVATIONS = ("none", "relu", "gelu", "silu")
 _FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 _HALVES = (torch.float16, torch.bfloat16)
 _CTAS = 16
+_loaded: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -52,18 +54,22 @@ class Finish:
         activation = self.activation if finish else "none"
         if out.numel() == 0 or (len(parts) == 1 and out is parts[0] and bias is None and activation == "none"):
             return
-        if out.device.type == "cuda":
-            _sum_on_gpu(out, parts, bias, activation, first, self.ctas)
+        with timeline.event("sum", engine="communication", bytes=out.nbytes):
+            if out.device.type == "cuda":
+                _sum_on_gpu(out, parts, bias, activation, first, self.ctas)
+            else:
+                _sum_on_cpu(out, parts, bias, activation, first)
+
+    def load(self, like: torch.Tensor, parts: int, finish: bool = True) -> None:
+        """Have the kernel for sums of so many parts loaded: behind a waiting stream, loading might wait for it."""
+        key = (like.dtype, like.device, parts, finish and self.bias is not None, finish and self.activation)
+        if like.device.type != "cuda" or key in _loaded or torch.cuda.is_current_stream_capturing():
             return
-        total = parts[0].to(torch.float32 if out.dtype in _HALVES else out.dtype)
-        if len(parts) > 1:
-            total = torch.add(total, parts[1])
-            for part in parts[2:]:
-                total += part
-        if bias is not None:
-            columns = torch.arange(first, first + out.numel()) % bias.numel()
-            total = total + bias[columns]
-        out.copy_(_FUNCTIONS[activation](total) if activation != "none" else total)
+        small = torch.zeros(64 * (parts + 1), dtype=like.dtype, device=like.device)
+        for shift in (0, 1):  # aligned to 16 bytes, and not
+            places = [small[64 * one + shift :][:16] for one in range(parts + 1)]
+            self.sum(places[0], places[1:], 0, finish)
+        _loaded.add(key)
 
     def unpack(self, y: torch.Tensor, buffer: torch.Tensor, table: NDArray[np.int64] | torch.Tensor) -> None:
         """y [rows, N] from a flat packed `buffer`, finished. On CUDA the table is a tensor on the device."""
@@ -87,6 +93,20 @@ def check_finish(bias: torch.Tensor | None, activation: str, columns: int, like:
     if bias is not None and (tuple(bias.shape) != (columns,) or bias.dtype != like.dtype or bias.device != like.device):
         was = f"{list(bias.shape)} {bias.dtype} on {bias.device}"
         raise InvalidArgument(argument="bias", was=was, must=f"[{columns}] {like.dtype} on {like.device}")
+
+
+def _sum_on_cpu(
+    out: torch.Tensor, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, activation: str, first: int
+) -> None:
+    total = parts[0].to(torch.float32 if out.dtype in _HALVES else out.dtype)
+    if len(parts) > 1:
+        total = torch.add(total, parts[1])
+        for part in parts[2:]:
+            total += part
+    if bias is not None:
+        columns = torch.arange(first, first + out.numel()) % bias.numel()
+        total = total + bias[columns]
+    out.copy_(_FUNCTIONS[activation](total) if activation != "none" else total)
 
 
 def _sum_on_gpu(

@@ -31,8 +31,7 @@ from ..plan import reorder
 from ..plan.plan import Plan, split
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
-from .choose import choose
-from .explain import Explanation, remember
+from .choose import Request, perform
 from .finish import Finish, check_finish
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
@@ -77,14 +76,15 @@ def matmul_all_reduce(
         OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors,
     )  # fmt: skip
-    chosen, reason = choose(problem, strategy, plan, on)
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     same_on_all = f"M {m}, N {n}, {dtype_name(x)}"
-    with on.call(OPERATOR, same_on_all, f"{chosen.name} {chosen.digest}") as number:
+
+    def execute(chosen: Plan) -> None:
         lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
         with on.fabric.guarded_call((y,)):
             run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen), on.fabric, lane)
-        remember(Explanation(OPERATOR, shape, on.name, number, strategy, chosen, reason))
+
+    perform(Request(problem, on, shape, same_on_all, execute, lambda: x @ w), strategy, plan)
     return y
 
 
@@ -131,6 +131,8 @@ def run(
     def collect(parcel: int) -> None:
         carrier.receive(parcel, parts(parcel))
 
+    if not whole:
+        finish.load(y, size, finishes_parts)
     product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
     overlap(fabric, lane, plan, product, carry, None if whole else collect, len(parcels))
     if packed:

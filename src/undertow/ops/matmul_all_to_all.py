@@ -25,8 +25,7 @@ from ..plan import reorder
 from ..plan.plan import Plan, split
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
-from .choose import choose
-from .explain import Explanation, remember
+from .choose import Request, perform
 from .finish import Finish, check_finish
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
@@ -78,13 +77,15 @@ def matmul_all_to_all(
         matrix, n, x.shape[1], dtype=dtype_name(x), device=x.device.type, multiprocessors=on.fabric.multiprocessors
     )
     mine = replace(shared, m=x.shape[0], shards=tuple(matrix[on.rank]))
-    chosen, reason = choose(shared, strategy, plan, on)
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    with on.call(OPERATOR, f"N {n}, {dtype_name(x)}", f"{chosen.name} {chosen.digest}") as number:
+    same_on_all = f"N {n}, {dtype_name(x)}"
+
+    def execute(chosen: Plan) -> None:
         lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
         with on.fabric.guarded_call((y,)):
             run(x, w, y, matrix, mine, chosen, Finish(bias, activation), on.fabric, lane)
-        remember(Explanation(OPERATOR, shape, on.name, number, strategy, chosen, reason))
+
+    perform(Request(shared, on, shape, same_on_all, execute, lambda: x @ w), strategy, plan)
     return y
 
 

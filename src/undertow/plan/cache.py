@@ -37,7 +37,8 @@ _FIELDS = {"format": str, "key": str, "machine": str, "versions": dict, "made": 
 class Entry:
     """What a file says: the plan, where and when it was made, and why it was chosen.
 
-    `trials` are (grain:lane, parcels, predicted, measured median) of every candidate, for people.
+    `trials` are (grain:lane, parcels, predicted, measured median) of every candidate, for people; `gemm_seconds` is
+    what the matmul took without any communication, None where nobody measured it.
     """
 
     key: str
@@ -47,6 +48,7 @@ class Entry:
     reason: str
     plan: Plan
     trials: tuple[tuple[str, int, float | None, float | None], ...] = ()
+    gemm_seconds: float | None = None
 
 
 def folder() -> Path:
@@ -77,7 +79,13 @@ def load(problem: Problem, machine: str, versions: Mapping[str, str]) -> Entry |
 
 
 def store(
-    problem: Problem, machine: str, versions: Mapping[str, str], plan: Plan, reason: str, trials: Sequence[Trial] = ()
+    problem: Problem,
+    machine: str,
+    versions: Mapping[str, str],
+    plan: Plan,
+    reason: str,
+    trials: Sequence[Trial] = (),
+    gemm_seconds: float | None = None,
 ) -> bool:
     """Keep the plan. False, and one log line, if the folder cannot be written: nothing depends on it."""
     path = path_of(problem, machine, versions)
@@ -90,6 +98,7 @@ def store(
         "reason": reason,
         "plan": asdict(plan),
         "trials": [[one.plan.name, len(one.plan.parcels), one.predicted, _finite(one.median)] for one in trials],
+        "gemm_seconds": gemm_seconds,
     }
     scratch = None
     try:
@@ -159,7 +168,7 @@ def _bounded(path: Path) -> str:
 
 def _parse(text: str) -> Entry:
     content = json.loads(text)
-    if not isinstance(content, dict) or set(content) != {*_FIELDS, "trials"}:
+    if not isinstance(content, dict) or set(content) != {*_FIELDS, "trials", "gemm_seconds"}:
         raise ValueError("it has not the fields of a plan file")
     for name, kind in _FIELDS.items():
         if not isinstance(content[name], kind):
@@ -169,7 +178,16 @@ def _parse(text: str) -> Entry:
     versions = {str(name): str(version) for name, version in content["versions"].items()}
     trials = tuple((str(name), int(parcels), _number(a), _number(b)) for name, parcels, a, b in content["trials"])
     plan = Plan.from_json(json.dumps(content["plan"]))
-    return Entry(content["key"], content["machine"], versions, content["made"], content["reason"], plan, trials)
+    return Entry(
+        content["key"],
+        content["machine"],
+        versions,
+        content["made"],
+        content["reason"],
+        plan,
+        trials,
+        _number(content["gemm_seconds"]),
+    )
 
 
 def _number(value: Any) -> float | None:

@@ -4,7 +4,8 @@
        then the second of each, since neighbours in the ranking are near copies of each other
     2. rounds: every plan of the list once, in turn, so that drift meets all of them; those that were clearly slower
        each of at least three times leave the list
-    3. the smallest median is chosen, if it beats serial by more than `TIE`; else serial is
+    3. the smallest median is chosen, if it beats serial by more than `TIE` (by `DOUBTFUL` where there was time for few
+       measurements only); else serial is
 
 Time is counted by what was measured, so every rank, being told the same seconds, takes the same path: no clock decides.
 """
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 BUDGET_SECONDS = 0.2
 TIE = 0.01
 """A plan that is faster than serial by no more than this is as fast as serial."""
+FEW, DOUBTFUL = 3, 0.1
+"""Of fewer measurements than this, one may be chance: then a plan must be faster than serial by so much."""
 MOST_ROUNDS = 9
 _MOST = 6
 _SERIALS = 2
@@ -76,14 +79,17 @@ def tune(
     predicted: Callable[[Plan], float] | None = None,
     budget_seconds: float = BUDGET_SECONDS,
     calls: int = 1,
+    warm: Callable[[Plan], None] | None = None,
 ) -> Decision:
     """Measure serial and the best few of `candidates`, which stand in the order of their prediction, and choose.
 
-    `calls`: how many calls one `measure` makes, warm-up included; each counts against the budget.
+    `calls`: how many calls one `measure` makes; each counts against the budget. `warm` runs a plan once before it is
+    first measured, and counts as one more of its calls: what is done only once (compiling, opening a lane) is no
+    reason to leave others unmeasured.
     """
     plans = _agreed_list(problem, candidates, agree)
     guesses = [predicted(plan) if predicted is not None else None for plan in plans]
-    times = _rounds(plans, measure, budget_seconds / calls)
+    times = _rounds(plans, measure, warm, budget_seconds / calls)
     trials = tuple(Trial(plan, guess, tuple(taken)) for plan, guess, taken in zip(plans, guesses, times, strict=True))
     chosen, reason = choose(trials)
     return Decision(Plan.from_json(agree(chosen.to_json())), trials, reason)
@@ -114,7 +120,8 @@ def choose(trials: Sequence[Trial]) -> tuple[Plan, str]:
     best = min(others, key=_median)
     if best.median is None:
         return serial.plan, f"A serial call takes {_time(serial)}: no time was left to measure others, so serial runs."
-    if _median(best) < _median(serial) * (1 - TIE):
+    counted = min(len(best.measured), len(serial.measured))
+    if _median(best) < _median(serial) * (1 - (TIE if counted >= FEW else DOUBTFUL)):
         gain = _median(serial) / _median(best)
         how = f"{gain:.2f} times as fast" if math.isfinite(gain) else "which cannot run"
         return (
@@ -128,7 +135,9 @@ def choose(trials: Sequence[Trial]) -> tuple[Plan, str]:
     )
 
 
-def _rounds(plans: Sequence[Plan], measure: Measure, budget_seconds: float) -> list[list[float]]:
+def _rounds(
+    plans: Sequence[Plan], measure: Measure, warm: Callable[[Plan], None] | None, budget_seconds: float
+) -> list[list[float]]:
     """The measurements of each plan. Whatever would not fit into the budget is not begun."""
     times: list[list[float]] = [[] for _ in plans]
     running = list(range(len(plans)))
@@ -136,11 +145,14 @@ def _rounds(plans: Sequence[Plan], measure: Measure, budget_seconds: float) -> l
     for number in range(MOST_ROUNDS):
         for index in running:
             guess = statistics.median(times[index]) if times[index] else _shortest(times)
-            if (number or index) and not spent + guess <= budget_seconds:  # the first plan, serial, always runs once
+            calls = 2 if warm is not None and not times[index] else 1
+            if (number or index) and not spent + calls * guess <= budget_seconds:  # serial, the first, always runs
                 return times
+            if warm is not None and not times[index]:
+                warm(plans[index])
             seconds = float(measure(plans[index]))
             times[index].append(seconds if seconds >= 0 else math.inf)  # not a number: it did not run
-            spent += seconds if math.isfinite(seconds) else 0.0
+            spent += calls * seconds if math.isfinite(seconds) else 0.0
         limit = _HOPELESS * min(min(taken) for taken in times) if number >= 2 else math.inf  # twice may be chance
         running = [
             index

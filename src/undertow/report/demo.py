@@ -276,12 +276,12 @@ def _record(
 
 
 def _rows(first: Findings) -> list[StrategyResult]:
-    chunked = {f"chunked:{route.label}": route for route in first.routes}
+    overlapped = {f"{grain}:{route.label}": route for route in first.routes for grain in GRAINS if grain != "serial"}
     return strategy_results(
         first.comparison,
-        serial={name: f"serial:{route.label}" for name, route in chunked.items()},
+        serial={name: f"serial:{route.label}" for name, route in overlapped.items()},
         gemm=MATMUL,
-        communication={name: _communication(route) for name, route in chunked.items()},
+        communication={name: _communication(route) for name, route in overlapped.items()},
         emulated=[f"{grain}:{route.label}" for route in first.routes if route.pace for grain in GRAINS],
     )
 

@@ -1,0 +1,205 @@
+"""Matmuls whose results travel, in a virtual node: overlapped against serial, side by side.
+
+For every operator and shape, in one run, interleaved, the slowest rank counts:
+- the matmul alone (cuBLAS, the rank's SMs) and the communication alone (the lane's own collective, pipelined);
+- serial: one after the other; two chunks; equal parcels; growing and shrinking ones; FlashOverlap's rule.
+
+Speed-up is over serial; E is the part of the exposed communication that was hidden; the share of ideal compares with
+the longer of the two parts.
+
+    PYTHONPATH=src python bench/gpu_overlap.py [--ranks 4] [--lane dma] [--operators ...] [--m ...] [--k ...] [--graph]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import undertow as ut
+from undertow.fabric.environment import environment
+from undertow.ops import matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
+from undertow.ops.finish import Finish
+from undertow.plan.defaults import default_plan
+from undertow.plan.metrics import overlap_efficiency, share_of_ideal
+from undertow.plan.plan import Plan, split
+from undertow.plan.problem import Problem
+
+N = 8192
+OPERATORS = {
+    "matmul_all_reduce": matmul_all_reduce,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_to_all": matmul_all_to_all,
+}
+CALLS = {
+    "matmul_all_reduce": ut.matmul_all_reduce,
+    "matmul_reduce_scatter": ut.matmul_reduce_scatter,
+    "matmul_all_to_all": ut.matmul_all_to_all,
+}
+
+
+def parcels_of(weights: list[float], bands: int, columns: int) -> tuple[tuple[int, int], ...]:
+    """Whole bands in parcels that are in proportion to `weights`."""
+    total, stops, reached = sum(weights), [], 0.0
+    for one in weights:
+        reached += one
+        stops.append(round(bands * reached / total) * columns)
+    stops[-1] = bands * columns
+    return tuple(itertools.pairwise([0, *stops]))
+
+
+def signaled(problem: Problem, lane: str, weights: list[float], extent: int | None = None) -> Plan:
+    from dataclasses import replace
+
+    base = default_plan(problem, "signaled", lane)
+    grid = problem.grid(base)
+    bands = sum(grid.band_counts)
+    return replace(base, parcels=parcels_of(weights, bands, grid.columns), layout="natural")
+
+
+def plans(problem: Problem, lane: str) -> dict[str, Plan]:
+    bands = sum(problem.grid(default_plan(problem, "signaled", lane)).band_counts)
+    found = {
+        "serial": default_plan(problem, "serial", lane),
+        "two chunks": Plan("chunked", lane, split(problem.m, 2)),
+    }
+    for count in (4, 8, 16):
+        if count <= bands:
+            found[f"{count} equal parcels"] = signaled(problem, lane, [1.0] * count)
+    if bands >= 8:
+        found["8 growing"] = signaled(problem, lane, [1.0 + 0.5 * one for one in range(8)])
+        found["8 shrinking"] = signaled(problem, lane, [1.0 + 0.5 * (7 - one) for one in range(8)])
+    return found
+
+
+class Bench:
+    def __init__(self, lane: str, graph: bool, rounds: int) -> None:
+        self.group = ut.init()
+        self.lane, self.graph, self.rounds = lane, graph, rounds
+        self.group.fabric.lane(lane)
+
+    def timed(self, call: Callable[[], object]) -> float:
+        torch.cuda.synchronize()
+        self.group.barrier()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return self.group.reduce_max([time.perf_counter() - began])[0]
+
+    def captured(self, call: Callable[[], object]) -> Callable[[], object]:
+        call()
+        call()
+        torch.cuda.synchronize()
+        self.group.barrier()
+        if not self.graph:
+            return call
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        torch.cuda.synchronize()
+        self.group.barrier()
+        return graph.replay
+
+    def shape(self, operator: str, m: int, k: int) -> dict[str, Any]:
+        group, device = self.group, self.group.device
+        x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        w = torch.randn(N, k, device=device, dtype=torch.bfloat16).t()
+        y = torch.empty(m, N, device=device, dtype=torch.bfloat16)
+        problem = Problem.of(
+            operator, m, N, k, dtype="bfloat16", ranks=group.size, device="cuda",
+            multiprocessors=group.fabric.multiprocessors,
+        )  # fmt: skip
+        rows = m // group.size if operator == "matmul_reduce_scatter" else m
+        out = y if operator == "matmul_all_reduce" else torch.empty(rows, N, device=device, dtype=y.dtype)
+        every = plans(problem, self.lane)
+        module: Any = OPERATORS[operator]
+        lane = group.fabric.lane(self.lane)
+        extra = ([[m // group.size] * group.size] * group.size,) if operator == "matmul_all_to_all" else ()
+
+        def alone() -> None:
+            with group.fabric.guarded_call((out,)):
+                module.run(
+                    x, w, out, *extra, problem, every["serial"], Finish(None, "none"), group.fabric, lane,
+                    compute=False,
+                )  # fmt: skip
+
+        variants: dict[str, Callable[[], object]] = {"gemm": lambda: torch.mm(x, w, out=y), "communication": alone}
+        for name, plan in every.items():
+            variants[name] = lambda plan=plan: CALLS[operator](x, w, group=group, plan=plan, out=out)
+        ready = {name: self.captured(call) for name, call in variants.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in ready}
+        for turn in range(self.rounds + 1):
+            for name, call in ready.items():
+                took = self.timed(call)
+                if turn:
+                    seconds[name].append(took)
+        median = {name: statistics.median(found) for name, found in seconds.items()}
+        return {"operator": operator, "m": m, "k": k, "seconds": seconds, "median": median}
+
+
+def line(one: dict[str, Any]) -> str:
+    median = one["median"]
+    gemm, comm, serial = median["gemm"], median["communication"], median["serial"]
+    text = (
+        f"{one['operator'][7:]:15} M {one['m']:5} K {one['k']:5}  gemm {gemm * 1e3:7.2f}  comm {comm * 1e3:7.2f}"
+        f"  ratio {comm / gemm:5.2f}  serial {serial * 1e3:7.2f} ms |"
+    )
+    for name, took in median.items():
+        if name not in ("gemm", "communication", "serial"):
+            share = share_of_ideal(took, gemm, comm)
+            hidden = overlap_efficiency(took, gemm, serial)
+            shown = f"{share * 100:.0f}%" if share is not None else "-"
+            efficiency = f"{hidden:.2f}" if hidden is not None else "-"
+            text += f" {name}: {serial / took:.2f}x E {efficiency} {shown} |"
+    return text
+
+
+def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
+    bench = Bench(options["lane"], options["graph"], options["rounds"])
+    found = []
+    for operator, m, k in itertools.product(options["operators"], options["m"], options["k"]):
+        found.append(bench.shape(operator, m, k))
+        if bench.group.rank == 0:
+            print(line(found[-1]), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--lane", default="dma")
+    parser.add_argument("--operators", default=",".join(OPERATORS))
+    parser.add_argument("--m", default="2048,4096,8192")
+    parser.add_argument("--k", default="2048,4096,7168,10240,14336,20480")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--graph", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    given = {
+        "lane": options.lane, "graph": options.graph, "rounds": options.rounds,
+        "operators": options.operators.split(","), "m": [int(one) for one in options.m.split(",")],
+        "k": [int(one) for one in options.k.split(",")],
+    }  # fmt: skip
+    found = ut.launch(rank_main, options.ranks, device="cuda", args=(given,), deadline=60)[0]
+    best = [
+        max((one["median"]["serial"] / took, name) for name, took in one["median"].items() if name != "serial"
+            and name not in ("gemm", "communication"))
+        for one in found
+    ]  # fmt: skip
+    print(f"best speed-up {max(best)[0]:.2f} ({max(best)[1]}), geometric mean of the best of each shape "
+          f"{math.exp(statistics.mean(math.log(one) for one, _ in best)):.2f}")  # fmt: skip
+    if options.out:
+        facts = environment({"link": f"virtual node of {options.ranks}, lane {options.lane}", "graph": options.graph})
+        options.out.write_text(json.dumps({"shapes": found, "environment": facts}, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()

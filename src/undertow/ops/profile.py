@@ -1,0 +1,230 @@
+"""What `undertow profile` adds for the planner: whole collectives, interference, and what tiles cost.
+
+| section of the machine file | from |
+|---|---|
+| collectives | each operator's communication without its matmul, over each lane, by the bytes of a rank's product |
+| interference | the pairs that the fabric measured: matmul and lane, alone and side by side (`plan.interference`) |
+| work | signaled matmuls without communication, of several inner sizes (`plan.work`), and an unpacking copy |
+
+Every rank comes along, and the slowest counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..fabric.timer import compare
+from ..plan import interference, reorder, work
+from ..plan.defaults import default_plan
+from ..plan.plan import OPERATORS, split
+from ..plan.predict import rate, workers_of
+from ..plan.problem import Problem
+from ..plan.search import frames
+from . import all_gather_matmul, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
+from .finish import Finish
+from .operands import dtype_name
+from .produce import placed, product_of
+
+if TYPE_CHECKING:
+    from ..fabric.group import Group
+    from ..fabric.profile import Pair, Progress
+    from ..plan.machine import Machine
+    from ..plan.plan import Plan
+    from ..plan.tables import Points
+
+Call = Callable[[], object]
+_COLUMNS = 1024
+_NOTHING = Finish(None, "none")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Effort:
+    """Bytes of a rank's product, the tile kernels' shapes, rounds, and seconds for each size or kernel."""
+
+    sizes: tuple[int, ...]
+    shapes: tuple[tuple[int, int, int], ...]
+    dtype: torch.dtype
+    rounds: int
+    seconds: float
+
+    @staticmethod
+    def fitting(device: str, quick: bool) -> Effort:
+        if device == "cpu":
+            largest, shapes = (1 << 20 if quick else 16 << 20), ((512, 512, 64), (512, 512, 256), (768, 512, 768))
+            sizes = tuple(1 << exponent for exponent in range(14, 25, 2) if 1 << exponent <= largest)
+            return Effort(sizes, shapes, torch.float32, 3 if quick else 5, 0.2 if quick else 0.6)
+        largest, shapes = (
+            (16 << 20 if quick else 256 << 20),
+            ((4096, 4096, 512), (4096, 4096, 2048), (8192, 4096, 4096)),
+        )
+        sizes = tuple(1 << exponent for exponent in range(16, 29, 2) if 1 << exponent <= largest)
+        return Effort(sizes, shapes, torch.bfloat16, 5 if quick else 11, 1.0 if quick else 2.0)
+
+
+def sharpen(
+    machine: Machine, pairs: Sequence[Pair], group: Group, quick: bool, progress: Progress = lambda what, fraction: None
+) -> Machine:
+    """The machine with the sections above. Collective; all ranks get the same."""
+    effort = Effort.fitting(group.device.type, quick)
+    collectives = _collectives(group, effort, lambda what, done: progress(what, 0.8 * done))
+    progress("tiles", 0.8)
+    found = dataclasses.replace(machine, collectives=collectives, interference=_interference(machine, pairs))
+    overhead, efficiency = work.fit(_kernels(group, effort, found))
+    costs = work.Work(overhead=overhead, efficiency=efficiency, copy_speed=_copy_speed(group, effort))
+    return dataclasses.replace(found, work=costs)
+
+
+def _interference(machine: Machine, pairs: Sequence[Pair]) -> interference.Interference:
+    samples = [
+        interference.Sample(
+            compute_sms=pair.workers,
+            lane=pair.lane,
+            lane_bytes_per_second=pair.message_bytes / pair.lane_alone,
+            gemm_seconds_alone=pair.matmul_alone,
+            gemm_seconds_beside=pair.matmul_beside,
+            lane_seconds_alone=pair.lane_alone,
+            lane_seconds_beside=pair.lane_beside,
+        )
+        for pair in pairs
+    ]
+    return interference.fit(samples, max(pair.workers for pair in pairs))
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+def _collectives(group: Group, effort: Effort, progress: Progress) -> dict[str, dict[str, Points]]:
+    lanes = [name for name, missing in group.fabric.lanes().items() if not missing]
+    running = [(operator, lane) for operator in OPERATORS for lane in lanes]
+    curves: dict[tuple[str, str], list[tuple[int, float]]] = {one: [] for one in running}
+    last_step = communication(
+        group, matmul_all_to_all.OPERATOR, "peer" if "peer" in lanes else lanes[0], 1, effort.dtype
+    )
+
+    def align() -> None:
+        """A barrier over Gloo lets ranks go milliseconds apart; messages between all of them bring them together."""
+        group.barrier()
+        last_step()
+
+    for number, size in enumerate(effort.sizes):
+        progress(f"collectives at {size >> 10} KB", number / len(effort.sizes))
+        calls = {":".join(one): communication(group, *one, size, effort.dtype) for one in running}
+        taken = compare(
+            calls,
+            repeats=effort.rounds,
+            warmup=1,
+            calls=max(1, min(8, (1 << 18) // size)),
+            budget_seconds=effort.seconds,
+            reduce_max=group.reduce_max,
+            before=align,
+        )
+        for one in list(running):
+            median = taken.estimate(":".join(one)).median
+            curves[one].append((size, median))
+            if 4 * median * len(calls) > effort.seconds:  # the same on all ranks: the times are the slowest rank's
+                running.remove(one)
+        if not running:
+            break
+    return {operator: {lane: tuple(curves[operator, lane]) for lane in lanes} for operator in OPERATORS}
+
+
+def communication(group: Group, operator: str, lane: str, nbytes: int, dtype: torch.dtype) -> Call:
+    """The operator's communication over that lane without its matmul, as its serial plan does it.
+
+    `nbytes`: of a rank's product, of all_gather_matmul of the gathered input, both of 1024 columns.
+    """
+    fabric, size = group.fabric, group.size
+    rows = max(1, nbytes // (_COLUMNS * dtype.itemsize))
+    shards = [stop - start for start, stop in split(rows, size)]
+    gathers = operator == all_gather_matmul.OPERATOR
+    n, k = (0, _COLUMNS) if gathers else (_COLUMNS, 0)
+    problem = Problem.of(
+        operator, rows, n, k, dtype=str(dtype).removeprefix("torch."), ranks=size, device=group.device.type,
+        multiprocessors=fabric.multiprocessors,
+    )  # fmt: skip
+    plan, opened = _serial(problem, lane), fabric.lane(lane)
+    x = torch.zeros(shards[group.rank] if gathers else rows, _COLUMNS, dtype=dtype, device=group.device)
+    if gathers:
+        w, y = x.new_zeros(_COLUMNS, 0), x.new_zeros(rows, 0)
+        return lambda: all_gather_matmul._run(x, w, y, problem, plan, _NOTHING, fabric, opened)
+    if operator == matmul_all_to_all.OPERATOR:
+        matrix = [shards] * size
+        y = x.new_zeros(size * shards[group.rank], _COLUMNS)
+        return lambda: matmul_all_to_all.run(
+            x, x, y, matrix, problem, plan, _NOTHING, fabric, opened, compute=False
+        )  # fmt: skip
+    if operator == matmul_all_reduce.OPERATOR:
+        return lambda: matmul_all_reduce.run(x, x, x, problem, plan, _NOTHING, fabric, opened, compute=False)
+    y = x.new_zeros(shards[group.rank], _COLUMNS)
+    return lambda: matmul_reduce_scatter.run(x, x, y, problem, plan, _NOTHING, fabric, opened, compute=False)
+
+
+def _serial(problem: Problem, lane: str) -> Plan:
+    return default_plan(problem, "serial", lane)
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------
+
+
+def _kernels(group: Group, effort: Effort, machine: Machine) -> list[work.KernelSample]:
+    """Signaled matmuls of every shape without their communication."""
+    fabric, samples = group.fabric, []
+    for m, n, k in effort.shapes:
+        x = torch.ones(m, k, dtype=effort.dtype, device=group.device)
+        w = torch.ones(k, n, dtype=effort.dtype, device=group.device)
+        buffer = x.new_empty(m * n)
+        problem = _all_reduce_problem(group, x, w)
+        plan = frames(problem, next(iter(machine.lanes)))[0]
+        product = product_of(fabric, problem, plan, x, w, buffer, None)
+
+        def multiply() -> None:
+            product.prepare()  # noqa: B023 - called before the loop goes on
+            product.start()  # noqa: B023
+            product.reach(0)  # noqa: B023
+
+        taken = compare(
+            {"tiles": multiply},
+            repeats=2 * effort.rounds,
+            warmup=2,
+            budget_seconds=effort.seconds,
+            reduce_max=group.reduce_max,
+            before=group.barrier,
+        )
+        grid, workers = problem.grid(plan), workers_of(problem, plan)
+        assert plan.tile is not None
+        operations = (
+            2 * plan.tile[0] * plan.tile[1] * k if machine.gemm.workers == "SMs" else problem.flops / grid.tiles
+        )
+        ideal = operations * workers / rate(problem, machine, workers)
+        samples.append(work.KernelSample(grid.waves(workers), ideal, taken.estimate("tiles").median))
+    return samples
+
+
+def _copy_speed(group: Group, effort: Effort) -> float:
+    """Bytes of result per second that unpacking moves."""
+    m, n, _ = effort.shapes[-1]
+    y = torch.zeros(m, n, dtype=effort.dtype, device=group.device)
+    problem = _all_reduce_problem(group, y, y.new_empty(n, n))
+    plan = dataclasses.replace(frames(problem, "net")[0], layout="packed")
+    buffer = torch.zeros(m * n, dtype=effort.dtype, device=group.device)
+    grid = problem.grid(plan)
+    table = placed(group.fabric, ("profile", m, n), lambda: reorder.unpack_table(grid, plan))
+    taken = compare(
+        {"unpack": lambda: _NOTHING.unpack(y, buffer, table)},
+        repeats=2 * effort.rounds,
+        warmup=1,
+        reduce_max=group.reduce_max,
+        before=group.barrier,
+    )
+    return m * n * effort.dtype.itemsize / taken.estimate("unpack").median
+
+
+def _all_reduce_problem(group: Group, x: torch.Tensor, w: torch.Tensor) -> Problem:
+    return Problem.of(
+        matmul_all_reduce.OPERATOR, x.shape[0], w.shape[1], x.shape[1], dtype=dtype_name(x), ranks=group.size,
+        device=group.device.type, multiprocessors=group.fabric.multiprocessors,
+    )  # fmt: skip

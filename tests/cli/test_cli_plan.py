@@ -1,0 +1,84 @@
+"""`undertow plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from undertow.cli import app
+
+SHAPE = ("--m", "64", "--n", "48", "--k", "32")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache of its own; and the signal handler that a command sets is taken back."""
+    monkeypatch.setenv("UNDERTOW_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("UNDERTOW_FLIGHT_DIR", str(tmp_path / "flight"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    before = signal.getsignal(signal.SIGTERM)
+    yield tmp_path
+    signal.signal(signal.SIGTERM, before)
+
+
+def call(*arguments: str, folder: Path, code: int = 0) -> SimpleNamespace:
+    """In this process: each new one would load torch anew."""
+    done = CliRunner().invoke(app, ["plan", *arguments])
+    assert done.exit_code == code, done.output
+    return SimpleNamespace(stdout=done.stdout, stderr=done.stderr)
+
+
+def test_a_plan_is_made_shown_and_removed(folder: Path) -> None:
+    assert call("show", folder=folder).stdout == f"There are no such plans in {folder / 'plans'}.\n"
+    common = ("--device", "cpu", "--ranks", "2", "--seconds", "0.1")
+    said = call("tune", "matmul_reduce_scatter", *SHAPE, "--dtype", "bfloat16", *common, folder=folder).stdout
+    assert said.startswith("matmul_reduce_scatter, x [64, 32], w [32, 48], bfloat16, 2 ranks\n")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("|")]
+    assert rows[0] == ["strategy", "parcels", "predicted", "measured", "speed-up over serial", ""]
+    assert [row[5] for row in rows[2:]].count("chosen") == 1
+    assert {row[0].split(":")[0] for row in rows[2:]} == {"serial", "chunked", "signaled"}
+    assert "serial" in said.splitlines()[-3]
+    assert said.endswith(f"The plan is kept in {folder / 'plans'}.\n")
+
+    call("tune", "all_gather_matmul", *SHAPE, *common, folder=folder)
+    (folder / "plans" / "matmul_all_reduce-damaged.json").write_text("{")
+    text = call("show", folder=folder).stdout
+    assert "matmul_reduce_scatter-64x48x32-bfloat16-2ranks-cpu" in text
+    assert "damaged" in text
+    found = json.loads(call("show", "--json", folder=folder).stdout)
+    assert [one["damaged"] for one in found] == [False, True, False]
+    assert found[2]["measured_seconds"] > 0
+    assert found[2]["problem"].startswith("matmul_reduce_scatter-64x48x32-bfloat16-2ranks")
+    (only,) = json.loads(call("show", "all_gather", "--json", folder=folder).stdout)
+    assert only["problem"].startswith("all_gather_matmul-64x48x32-float32-2ranks")
+
+    assert call("clear", "all_gather", folder=folder).stdout == f"1 plan was removed from {folder / 'plans'}.\n"
+    assert call("clear", folder=folder).stdout == f"2 plans were removed from {folder / 'plans'}.\n"
+    assert json.loads(call("show", "--json", folder=folder).stdout) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("dance",),
+        ("tune",),
+        ("tune", "matmul"),
+        ("tune", "matmul_all_reduce", "--m", "4", "--n", "4"),
+        ("tune", "matmul_all_reduce", "--m", "0", "--n", "4", "--k", "4"),
+        ("tune", "matmul_all_reduce", *SHAPE, "--dtype", "int8"),
+    ],
+)
+def test_misuse_exits_2(arguments: tuple[str, ...], folder: Path) -> None:
+    call(*arguments, folder=folder, code=2)
+
+
+def test_a_refusal_is_one_sentence(folder: Path) -> None:
+    done = call("tune", "matmul_all_reduce", *SHAPE, "--device", "cuda", folder=folder, code=1)
+    assert done.stderr == "Cannot launch: device is 'cuda', but torch finds no GPU on this machine.\n"

@@ -1,0 +1,87 @@
+"""Exactness of the matmul operators on a GPU, and their captured calls, run inside the ranks of a virtual node."""
+
+from __future__ import annotations
+
+import faulthandler
+import time
+from collections.abc import Callable
+
+import matmul_suite
+import torch
+from matmul_suite import Case
+
+import undertow as ut
+from undertow.ops.matmul_all_reduce import reference
+
+CHECK_SECONDS = 240
+CHECKS: dict[str, Callable[[ut.Group], None]] = {}
+# Whole tiles, tails in every dimension, fewer rows than ranks; sizes that TMA cannot read go to the plain kernel.
+SHAPES = ((512, 512, 128), (1160, 264, 72), (515, 130, 33), (3, 16, 8))
+DTYPES = (torch.bfloat16, torch.float32)
+SEEDS = (30, 77)  # with bias, relu and uneven parts; without, weights the other way round: few kernels to compile
+
+
+def check(function: Callable[[ut.Group], None]) -> Callable[[ut.Group], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run(names: list[str]) -> list[str]:
+    """The named checks in order; the time each took, for people."""
+    group = ut.init()
+    report = []
+    for name in names:
+        settle(group)
+        began = time.perf_counter()
+        faulthandler.dump_traceback_later(CHECK_SECONDS, exit=True)
+        CHECKS[name](group)
+        settle(group)
+        faulthandler.cancel_dump_traceback_later()
+        report.append(f"{name} {time.perf_counter() - began:.1f} s")
+        if group.rank == 0:
+            print(report[-1], flush=True)
+    return report
+
+
+def settle(group: ut.Group) -> None:
+    torch.cuda.synchronize()
+    group.barrier()
+    group.check()
+
+
+@check
+def operators_are_exact(group: ut.Group) -> None:
+    """All operators, grains, lanes and shapes; dtypes in turn."""
+    for operator in matmul_suite.OPERATORS:
+        for number, strategy in enumerate(matmul_suite.strategies()):
+            if strategy == "chunked:net":
+                continue  # as serial:net, through the host
+            for which, shape in enumerate(SHAPES):
+                dtype = DTYPES[0] if which < 2 else DTYPES[(number + which) % len(DTYPES)]
+                case = Case(operator, strategy, dtype, shape, SEEDS[(number + which) % len(SEEDS)])
+                try:
+                    matmul_suite.verify(group, case)
+                    torch.cuda.synchronize()
+                    group.check()
+                except Exception as error:
+                    raise AssertionError(f"{case}: {error}") from error
+        if group.rank == 0:
+            print(f"  {operator} {time.perf_counter():.1f}", flush=True)
+
+
+@check
+def captured_signaled_calls_replay(group: ut.Group) -> None:
+    """1000 replays with new inputs, a rank's host or device delayed now and then."""
+    from gpu_checks import _replay
+
+    for strategy in ("signaled:dma", "signaled:peer"):
+        case = Case("matmul_all_reduce", strategy, torch.bfloat16, (512, 512, 128), SEEDS[1])
+        xs, ws = matmul_suite._factors(group, case)
+        want = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(torch.bfloat16)
+        x, w = xs[group.rank].clone(), ws[group.rank]
+        y = torch.empty(512, 512, dtype=torch.bfloat16, device=group.device)
+
+        def call(x: torch.Tensor = x, w: torch.Tensor = w, y: torch.Tensor = y, strategy: str = strategy) -> None:
+            ut.matmul_all_reduce(x, w, group=group, strategy=strategy, out=y)
+
+        _replay(group, strategy, x, y, call, want)
