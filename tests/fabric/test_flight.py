@@ -175,7 +175,8 @@ def test_flight_records_are_files_of_which_20_stay(segment: Segment, tmp_path: P
 
 
 def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(settings.FLIGHT_DIR.name, raising=False)
+    for setting in (settings.FLIGHT_DIR, settings.CACHE_DIR):
+        monkeypatch.delenv(setting.name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert write_flight_record(None, {}, "none").parent == tmp_path / "undertow" / "flight"
     monkeypatch.setenv(settings.FLIGHT_DIR.name, str(tmp_path / "chosen"))

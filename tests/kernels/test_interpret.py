@@ -41,6 +41,7 @@ SIGNATURE = {
     "slice_bytes": "i64", "depth": "i32", "instances": "i32",
 }  # fmt: skip
 IN_FLIGHT = 16  # wide loads of a thread
+GENERATIONS = [one if one == "sm_90" else pytest.param(one, marks=pytest.mark.nightly) for one in TARGETS]
 DIRECT, STAGED, PACKETS = {"target": "direct"}, {"target": "staged"}, {"target": "staged", "packets": True}
 STRAIGHT: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sum, 4 ranks": ("two_shot", 4, DIRECT),
@@ -104,7 +105,7 @@ def check_order(made: CompiledKernel) -> list[Instruction]:
     return code
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", GENERATIONS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_waits_and_posts_are_ordered_and_nothing_is_spilled(name: str, target: str) -> None:
     code = check_order(compiled(name, target))
@@ -142,7 +143,7 @@ def test_maximum_and_minimum(dtype: torch.dtype, operation: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", GENERATIONS)
 def test_more_operands_than_are_unrolled(target: str) -> None:
     check_order(compiled("sums of 8", target, **MANY))
 
@@ -151,7 +152,7 @@ def positions(code: list[Instruction], opcode: str) -> list[int]:
     return [index for index, at in enumerate(code) if at.opcode == opcode]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", GENERATIONS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", [*STRAIGHT][:5])
 def test_aligned_moves_have_all_their_loads_under_way(name: str, dtype: torch.dtype, target: str) -> None:
@@ -168,13 +169,13 @@ def test_aligned_moves_have_all_their_loads_under_way(name: str, dtype: torch.dt
     assert stores == phase.pieces * phase.stores * IN_FLIGHT // (phase.pieces * phase.sources)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", GENERATIONS)
 def test_interpreted_moves_are_wide_too(target: str) -> None:
     for name in ("copies", "sums of 4"):
         assert len(positions(check_order(compiled(name, target)), "ld.global.v4.b32")) == IN_FLIGHT
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", GENERATIONS)
 def test_one_thread_polls_for_each_semaphore(target: str) -> None:
     """One copy of the polling loop for a phase (or for all instructions) and one for the end."""
     for name in ("sum, 4 ranks", "sums of 4"):
@@ -185,7 +186,7 @@ def test_one_thread_polls_for_each_semaphore(target: str) -> None:
         assert (len(polls), len(posts)) == (2, 2)  # body and end; start and body
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", GENERATIONS)
 def test_a_phase_is_read_before_it_waits_and_no_load_depends_on_another(target: str) -> None:
     """From the start's post on, every word of the row is under way before the first poll; none is an address."""
     code = check_order(compiled("sum, 8 ranks", target))
@@ -198,7 +199,7 @@ def test_a_phase_is_read_before_it_waits_and_no_load_depends_on_another(target: 
     assert not [at for at in code[first_poll:first_wide] if at.opcode == "ld.global.b64"]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", GENERATIONS)
 def test_packets_travel_in_one_piece(target: str) -> None:
     """Data and flag in one relaxed 64-bit access at system scope; those of all sources are polled together."""
     code = check_order(compiled("packets, 4 ranks", target))
@@ -296,7 +297,12 @@ def interpreted(which: str, timeout: int) -> None:
 
 
 def test_programs_in_the_interpreter() -> None:
-    interpreted("not library", 300)
+    interpreted("not library and not long_tiles", 300)
+
+
+@pytest.mark.nightly
+def test_long_tiles_in_the_interpreter() -> None:
+    interpreted("long_tiles", 600)
 
 
 @pytest.mark.nightly

@@ -111,15 +111,35 @@ class TileProduct(Product):
         """Tiles of x @ w to their places in the flat `buffer`, in the order of a tile table."""
         self._x, self._w, self._buffer, self._finish = x, w, buffer, finish
         bounds = np.searchsorted(table[:, 6], np.arange(parcels + 1))
-        self._tiles = [table[bounds[one] : bounds[one + 1], :6].tolist() for one in range(parcels)]
+        self._blocks = [_merged(table[bounds[one] : bounds[one + 1], :6].tolist()) for one in range(parcels)]
 
     def reach(self, parcel: int) -> None:
-        with timeline.event("matmul", engine="compute", tiles=len(self._tiles[parcel])):
-            for row, rows, column, columns, place, stride in self._tiles[parcel]:
-                product = torch.mm(self._x[row : row + rows], self._w[:, column : column + columns])
+        with timeline.event("matmul", engine="compute", blocks=len(self._blocks[parcel])):
+            for row, rows, column, columns, place, stride in self._blocks[parcel]:
+                x, w = self._x[row : row + rows], self._w[:, column : column + columns]
+                block = self._buffer.as_strided((rows, columns), (stride, 1), self._buffer.storage_offset() + place)
+                product = torch.mm(x, w, out=block) if block.is_contiguous() else torch.mm(x, w)
                 if self._finish is not None:
                     bias = self._finish.bias
-                    part = Finish(None if bias is None else bias[column : column + columns], self._finish.activation)
-                    part.apply(product)
-                tile = self._buffer.as_strided((rows, columns), (stride, 1), self._buffer.storage_offset() + place)
-                tile.copy_(product)
+                    part = None if bias is None else bias[column : column + columns]
+                    Finish(part, self._finish.activation).apply(product)
+                if product is not block:
+                    block.copy_(product)
+
+
+def _merged(tiles: list[list[int]]) -> list[list[int]]:
+    """Tiles of a parcel that stand one below the other, in the matrix and in the buffer, as one: fewer calls of torch.
+
+    Within a parcel the order of computing does not matter here, as one thread computes all of it.
+    """
+    blocks: list[list[int]] = []
+    for tile in sorted(tiles, key=lambda one: (one[2], one[0])):
+        row, rows, column, columns, place, stride = tile
+        if blocks:
+            above = blocks[-1]
+            follows = above[0] + above[1] == row and above[4] + above[1] * above[5] == place
+            if follows and (above[2], above[3], above[5]) == (column, columns, stride):
+                above[1] += rows
+                continue
+        blocks.append(tile)
+    return blocks

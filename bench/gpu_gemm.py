@@ -1,0 +1,170 @@
+"""The signaling matmul against cuBLAS, on a whole GPU, without communication; and what packing costs.
+
+Device time of one call in a CUDA graph of several, variants in turn, medians. The result of every variant is compared
+with exact integers first, and its counters with the tiles of each parcel.
+
+- plain: no counters, natural layout; signaled: one add for each tile, natural layout; packed: signaled, and the tiles
+  of a parcel contiguous;
+- unpack: the kernel on its own. Packing costs (packed - plain) and what unpacking adds to the kernel it is fused into.
+
+    PYTHONPATH=src python bench/gpu_gemm.py [--m ...] [--k ...] [--out FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from undertow.fabric.environment import environment
+from undertow.kernels import combine, gemm
+from undertow.plan import reorder
+from undertow.plan.plan import Plan
+from undertow.plan.problem import Problem
+
+N = 8192
+TILE, BLOCK_K = (128, 256), 64
+PARCELS = 8
+CALLS, ROUNDS = 8, 6
+DEVICE = torch.device("cuda")
+
+
+def plan_of(problem: Problem, layout: str) -> Plan:
+    grid = problem.grid(Plan("signaled", "dma", ((0, 0),), tile=TILE))
+    bands = sum(grid.band_counts)
+    stops = [bands * (one + 1) // PARCELS * grid.columns for one in range(PARCELS)]
+    parcels = tuple(itertools.pairwise([0, *stops]))
+    return Plan("signaled", "dma", parcels, tile=TILE, group_bands=8, layout=layout)
+
+
+class Variant:
+    """One way to make c = a @ b, ready to be launched."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, problem: Problem, layout: str, signal: bool):
+        self.plan = plan_of(problem, layout)
+        self.grid = problem.grid(self.plan)
+        self.tiles = reorder.parcel_tiles(self.grid, self.plan)
+        self.table = torch.from_numpy(reorder.tile_table(self.grid, self.plan)).to(DEVICE)
+        self.unpacking = torch.from_numpy(np.ascontiguousarray(reorder.unpack_table(self.grid, self.plan))).to(DEVICE)
+        self.counters = torch.zeros(PARCELS * 32, dtype=torch.int32, device=DEVICE)
+        bulk = layout == "natural"
+        parts = 2 if bulk else 4
+        block_m, block_n = TILE
+        described: Any = TensorDescriptor.from_tensor(c, [block_m, block_n // parts]) if bulk else self.counters
+        arguments = (
+            TensorDescriptor.from_tensor(a, [block_m, BLOCK_K]), TensorDescriptor.from_tensor(b, [block_n, BLOCK_K]),
+            described, c, c, self.table, self.counters, len(self.table), a.shape[1],
+        )  # fmt: skip
+        constants: dict[str, Any] = {
+            "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K, "TRANSPOSED": True, "PARTS": parts,
+            "BULK": bulk, "EVEN": True, "SIGNAL": signal, "DEFER": bulk, "BIAS": False, "ACTIVATION": 0,
+            "num_warps": 8, "num_stages": 4,
+        }  # fmt: skip
+        ctas = min(problem.multiprocessors, len(self.table))
+        kernel: Any = gemm.gemm_kernel
+        self.launch: Callable[[], object] = lambda: kernel[(ctas,)](*arguments, **constants)
+        self.signal = signal
+
+    def check(self, c: torch.Tensor, want: torch.Tensor) -> None:
+        c.fill_(float("nan"))
+        self.counters.zero_()
+        self.launch()
+        found = torch.empty_like(c)
+        self.unpack(found, c)
+        assert torch.equal(found, want), f"{self.plan.layout}: {int((found != want).sum())} elements are wrong"
+        if self.signal:
+            assert self.counters[::32].tolist() == list(self.tiles)
+
+    def unpack(self, y: torch.Tensor, buffer: torch.Tensor) -> None:
+        kernel: Any = combine.unpack_kernel
+        kernel[(len(self.unpacking),)](
+            y, buffer, y, self.unpacking, len(self.unpacking), N, BIAS=False, ACTIVATION=0,
+            ROWS=combine.UNPACK_ROWS, COLUMNS=combine.UNPACK_COLUMNS, num_warps=combine.WARPS,
+        )  # fmt: skip
+
+
+def sampler(call: Callable[[], object]) -> Callable[[], float]:
+    """Seconds of one call, from a graph of several."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def sample() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e-3 / CALLS
+
+    return sample
+
+
+def measure(m: int, k: int) -> dict[str, Any]:
+    a = torch.randint(-1, 2, (m, k), device=DEVICE).to(torch.bfloat16)
+    b = (torch.randint(0, 4, (N, k), device=DEVICE) == 0).to(torch.bfloat16)
+    c = torch.empty(m, N, device=DEVICE, dtype=torch.bfloat16)
+    y = torch.empty_like(c)
+    want = (a.float() @ b.float().t()).to(torch.bfloat16)
+    problem = Problem.of(
+        "matmul_all_reduce", m, N, k, dtype="bfloat16", ranks=2, device="cuda",
+        multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
+    )  # fmt: skip
+    variants = {
+        "plain": Variant(a, b, c, problem, "natural", False),
+        "signaled": Variant(a, b, c, problem, "natural", True),
+        "packed": Variant(a, b, c, problem, "packed", True),
+    }
+    for one in variants.values():
+        one.check(c, want)
+    packed = variants["packed"]
+    calls: dict[str, Callable[[], object]] = {
+        "cuBLAS": lambda: torch.mm(a, b.t(), out=c), **{name: one.launch for name, one in variants.items()},
+        "unpack": lambda: packed.unpack(y, c),
+    }  # fmt: skip
+    ready = {name: sampler(call) for name, call in calls.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in ready}
+    for turn in range(ROUNDS + 1):
+        for name, sample in ready.items():
+            took = sample()
+            if turn:
+                seconds[name].append(took)
+    return {"m": m, "k": k, "seconds": seconds, "median": {name: statistics.median(s) for name, s in seconds.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--m", default="1024,2048,4096,8192")
+    parser.add_argument("--k", default="1024,2048,3584,8192")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = []
+    for m, k in itertools.product(*([int(one) for one in text.split(",")] for text in (options.m, options.k))):
+        found.append(measure(m, k))
+        median = found[-1]["median"]
+        rates = {name: median["cuBLAS"] / took for name, took in median.items() if name != "unpack"}
+        print(f"M {m:5} K {k:5}  cuBLAS {median['cuBLAS'] * 1e6:8.1f} us  "
+              + "  ".join(f"{name} {rate:.3f}" for name, rate in rates.items())
+              + f"  unpack {median['unpack'] * 1e6:.1f} us", flush=True)  # fmt: skip
+    for name in ("plain", "signaled", "packed"):
+        rates = [one["median"]["cuBLAS"] / one["median"][name] for one in found]
+        print(f"{name}: geometric mean {math.exp(statistics.mean(map(math.log, rates))):.3f} of cuBLAS")
+    if options.out:
+        facts = environment({"link": "none: one process, whole card", "ranks": 1})
+        options.out.write_text(json.dumps({"shapes": found, "environment": facts}, indent=1, default=str) + "\n")
+
+
+if __name__ == "__main__":
+    main()
