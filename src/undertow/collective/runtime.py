@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from ..fabric.base import SymmetricBuffer
-from ..fabric.logs import get_logger
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
@@ -34,11 +32,6 @@ class Executable(Protocol):
         """Free what it holds. No rank may be in a call any more."""
 
 
-@functools.cache
-def _say_it_is_new() -> None:
-    get_logger().warning("The GPU kernel of collectives has not been run on a GPU by its authors yet: check results.")
-
-
 def executable(fabric: Fabric, schedule: Schedule, stride: int | None = None, lane: str = "peer") -> Executable:
     """Make one; collective. `lane`: "peer" for the interpreter, "dma" for copy engines, "net" for messages.
 
@@ -54,7 +47,6 @@ def executable(fabric: Fabric, schedule: Schedule, stride: int | None = None, la
         near = "net" if spans_nodes and group.device.type == "cuda" else "dma"
         return LaneExecutable(fabric, schedule, lane=near if lane == "peer" else lane, **options)
     if group.device.type == "cuda":
-        _say_it_is_new()
         from .cuda_runtime import CudaExecutable
 
         return CudaExecutable(fabric, schedule, **options)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ PARCELS = 8
 _PIPELINED_BYTES = 16 << 20  # a serial result is cut into parts of about so many bytes
 _MOST_SERIAL = 8
 _CPU_BANDS = 16
-_CPU_COLUMNS = 512
+_CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one product; ranks may differ in columns
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
 _RESERVED = {"net": 4, "peer": 4, "dma": 2}
 """SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
@@ -64,7 +64,9 @@ def _share(problem: Problem, lane: str) -> Share:
 def _tile(problem: Problem) -> tuple[int, int]:
     if problem.device == "cuda":
         return _CUDA_TILE if problem.item_size == 2 else _CUDA_WIDE_TILE
-    return max(1, -(-problem.m // _CPU_BANDS)), _CPU_COLUMNS
+    if problem.m < _CPU_BANDS:
+        return 1, _CPU_COLUMNS
+    return -(-problem.m // _CPU_BANDS), _CPU_ALL_COLUMNS
 
 
 def _parcels(stops: list[int]) -> tuple[tuple[int, int], ...]:
