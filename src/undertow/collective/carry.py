@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..errors import InvalidArgument
 from ..fabric.base import Incoming, Outgoing, SymmetricBuffer
 
 if TYPE_CHECKING:
@@ -74,6 +75,9 @@ class Carrier:
 
     def _outgoing(self, kind: int, parcel: int, pieces: Sequence[torch.Tensor]) -> list[Outgoing]:
         ahead = [(self._rank + step) % self._size for step in range(1, self._size)]
+        longest = max(one.numel() for one in pieces)
+        if longest > self._room:  # it would reach into the next sender's place
+            raise InvalidArgument(argument="piece", was=f"of {longest} elements", must=f"of at most {self._room}")
         start, slot = self._place(kind, parcel, self._rank), _slot(kind, parcel)
         return [Outgoing(peer, pieces[peer], self._symmetric, start, slot) for peer in ahead if pieces[peer].numel()]
 

@@ -455,6 +455,10 @@ class Fabric(ABC):
                 self._lanes[name] = self._open_lane(name)
             return self._lanes[name]
 
+    def open_lanes(self) -> list[str]:
+        """The lanes that were made already."""
+        return list(self._lanes)
+
     def bandwidth(self, name: str, nbytes: int = 4 << 20) -> float:
         """Measured bytes per second of a lane, per rank, with all ranks sending at once. Kept. Collective at first."""
         key = (name, nbytes)

@@ -193,10 +193,13 @@ class CpuStream(Stream):
         """The caller's work on a CPU is done when it returns."""
 
     def run(self, work: Callable[[], None]) -> None:
+        inference = torch.is_inference_mode_enabled()  # of the caller; a thread starts with its own
+
         def guarded() -> None:
             if self._error is None:
                 try:
-                    work()
+                    with torch.inference_mode(inference), torch.no_grad():
+                        work()
                 except BaseException as error:  # handed to `join`, whatever it is
                     self._error = error
 

@@ -139,6 +139,7 @@ class StagedLane(Lane):
         self._pairs = fabric.handoffs(self._slots)
         self._out = stream_memory.new_stream(fabric.device, priority=-1)
         self._in = stream_memory.new_stream(fabric.device, priority=-1)
+        self._sent = False
 
     def describe(self) -> str:
         return f"copy engines through pinned host memory, chunks of up to {_MOST_CHUNK >> 20} MiB"
@@ -162,6 +163,7 @@ class StagedLane(Lane):
         steps: list[Iterator[None]] = []
         if outgoing:
             self._out.wait_stream(here)
+            self._sent = True
             steps.append(self._chunks_out(outgoing))
         views = [one.place() for one in incoming]
         if incoming:
@@ -213,7 +215,9 @@ class StagedLane(Lane):
         """The receiver's own copy chose the place: nobody else writes there."""
 
     def flush(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._out)
+        if self._sent:  # else the stream may be no part of a capture that the caller is in
+            torch.cuda.current_stream(self._device).wait_stream(self._out)
+            self._sent = False
 
     def close(self) -> None:
         self._pairs.release()

@@ -16,7 +16,7 @@ of the following ranks, in the order of their arrival.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +32,9 @@ from ..plan.tiles import chunks
 from .choose import Request, perform
 from .finish import Finish, check_finish
 from .operands import check_factors, dtype_name, output
-from .overlap import join
+from .overlap import give_up, half_way, join
 from .produce import product_of
+from .product import Product
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -79,7 +80,7 @@ def all_gather_matmul(
         multiprocessors=on.fabric.multiprocessors, shards=counts,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    same_on_all = f"M {m}, K {k}, {dtype_name(x)}"
+    same_on_all = f"M {m} in {counts}, K {k}, {dtype_name(x)}"
 
     def execute(chosen: Plan) -> None:
         lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
@@ -125,8 +126,15 @@ def _run(
         carrier.receive(parcel, [gathered[first : first + rows].view(-1) for first, rows in comes[parcel]])
         product.rows_are_here(parcel)
 
+    with half_way(fabric.group):
+        _bring_and_multiply(fabric, lane, plan, product, bring, len(comes))
+
+
+def _bring_and_multiply(
+    fabric: Fabric, lane: Lane, plan: Plan, product: Product, bring: Callable[[int], None], parcels: int
+) -> None:
+    """`bring(k)` has the rows that parcel k needs arrive, in the order of the stream it runs on."""
     lane.limit(plan.share.communication_ctas)
-    parcels = len(comes)
     if plan.grain == "serial":
         for parcel in range(parcels):
             bring(parcel)
@@ -148,10 +156,11 @@ def _run(
                 if parcel + 1 < parcels:
                     communication.run(lambda parcel=parcel: bring(parcel + 1))  # type: ignore[misc]
                 product.reach(parcel)
-    except Exception:  # an interrupt does not wait for anybody
-        join(communication)
+    except Exception as error:  # an interrupt does not wait for anybody
+        give_up(fabric.group, error)
+        join(fabric.group, communication)
         raise
-    join(communication)
+    join(fabric.group, communication)
     lane.flush()
 
 

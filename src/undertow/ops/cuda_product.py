@@ -34,7 +34,7 @@ _KEPT = 256  # tables of a group: shapes may differ from call to call
 _HALVES = (torch.float16, torch.bfloat16)
 _BLOCK_K = {128: 64, 64: 32}  # by rows of the tile
 _TMA_ALIGNMENT = 16
-_TABLES, _COUNTERS = object(), object()  # names of what is kept with a fabric
+_TABLES, _COUNTERS, _CAPTURED = object(), object(), object()  # names of what is kept with a fabric
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +168,17 @@ def device_table(fabric: Fabric, key: tuple[object, ...], make: Callable[[], NDA
             was = "the first one of this shape and plan, inside a CUDA graph capture"
             raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it uploads a table")
         if len(tables) >= _KEPT:
-            fabric.settle()  # kernels that were enqueued may still read them
-            tables.clear()
+            torch.cuda.synchronize(fabric.group.device)  # kernels that were enqueued may still read it
+            del tables[next(iter(tables))]
         uploads = fabric.stream("upload")
         assert isinstance(uploads, CudaStream)
         with torch.cuda.stream(uploads.stream):  # the caller's own stream may be waiting for something
             found = torch.from_numpy(np.ascontiguousarray(make())).to(fabric.group.device)
         uploads.stream.synchronize()
         tables[key] = found
+    elif torch.cuda.is_current_stream_capturing():  # graphs read it as long as they live
+        captured: list[torch.Tensor] = fabric.kept.setdefault(id(_CAPTURED), [])  # type: ignore[assignment]
+        captured.append(found)
     return found
 
 

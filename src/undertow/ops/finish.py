@@ -62,6 +62,8 @@ class Finish:
 
     def load(self, like: torch.Tensor, parts: int, finish: bool = True) -> None:
         """Have the kernel for sums of so many parts loaded: behind a waiting stream, loading might wait for it."""
+        if like.numel() == 0:
+            return
         key = (like.dtype, like.device, parts, finish and self.bias is not None, finish and self.activation)
         if like.device.type != "cuda" or key in _loaded or torch.cuda.is_current_stream_capturing():
             return
@@ -90,9 +92,17 @@ class Finish:
 def check_finish(bias: torch.Tensor | None, activation: str, columns: int, like: torch.Tensor) -> None:
     if activation not in ACTIVATIONS:
         raise InvalidArgument(argument="activation", was=repr(activation), must=f"one of {', '.join(ACTIVATIONS)}")
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        must = "detached, or the call under torch.no_grad(): this operator has no backward yet"
+        raise InvalidArgument(argument="bias", was="a tensor that requires a gradient", must=must)
     if bias is not None and (tuple(bias.shape) != (columns,) or bias.dtype != like.dtype or bias.device != like.device):
         was = f"{list(bias.shape)} {bias.dtype} on {bias.device}"
         raise InvalidArgument(argument="bias", was=was, must=f"[{columns}] {like.dtype} on {like.device}")
+
+
+def finish_text(bias: torch.Tensor | None, activation: str) -> str:
+    """What ranks must agree on, for comparing calls; nothing where nothing is done."""
+    return f"{', bias' if bias is not None else ''}{'' if activation == 'none' else f', {activation}'}"
 
 
 def _sum_on_cpu(

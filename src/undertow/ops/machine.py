@@ -59,7 +59,9 @@ def machine_of(group: Group) -> Machine:
     if not isinstance(found, Machine):
         mine = _from_file(group) if group.rank == 0 else None
         said = group.exchange(None if mine is None else mine.to_dict(), "the machine")[0]
-        found = quick_look(group) if said is None else Machine.from_dict(said)
+        if said is None:  # all look, and the first rank's look counts: what follows from it must be the same on all
+            said = group.exchange(quick_look(group).to_dict(), "the machine, looked at")[0]
+        found = Machine.from_dict(said)
         kept[id(_MACHINE)] = found
     return found
 

@@ -32,7 +32,7 @@ from ..plan.plan import Plan, split
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
 from .choose import Request, perform
-from .finish import Finish, check_finish
+from .finish import Finish, check_finish, finish_text
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
 from .produce import placed, product_of
@@ -77,7 +77,7 @@ def matmul_all_reduce(
         multiprocessors=on.fabric.multiprocessors,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    same_on_all = f"M {m}, N {n}, {dtype_name(x)}"
+    same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}"
 
     def execute(chosen: Plan) -> None:
         lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow

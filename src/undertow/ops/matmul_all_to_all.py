@@ -11,6 +11,7 @@ Nothing is reduced: the product is complete where it is made, so bias and activa
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from ..fabric.registry import as_group
 from ..plan import reorder
 from ..plan.plan import Plan, split
 from ..plan.problem import Problem
-from ..plan.tiles import chunks
+from ..plan.tiles import TileGrid, chunks
 from .choose import Request, perform
 from .finish import Finish, check_finish
 from .operands import check_factors, dtype_name, output
@@ -78,7 +79,8 @@ def matmul_all_to_all(
     )
     mine = replace(shared, m=x.shape[0], shards=tuple(matrix[on.rank]))
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    same_on_all = f"N {n}, {dtype_name(x)}"
+    told = zlib.crc32(str(matrix).encode())
+    same_on_all = f"N {n}, {dtype_name(x)}, splits {told:08x}"
 
     def execute(chosen: Plan) -> None:
         lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
@@ -106,9 +108,9 @@ def _matrix(splits: Splits, rows: int, group: Group) -> list[list[int]]:
             was = f"{len(matrix)} rows of {[len(row) for row in matrix]} counts"
             raise InvalidArgument(argument="splits", was=was, must=f"a matrix of {size} x {size} counts")
         mine = matrix[rank]
-    if len(mine) != size or min(mine) < 0 or sum(mine) != rows:
+    if len(mine) != size or min(min(row) for row in (mine, *matrix)) < 0 or sum(mine) != rows:
         must = f"{size} counts of at least 0 that add up to {rows}, the rows of x"
-        raise InvalidArgument(argument="splits", was=str(mine), must=must)
+        raise InvalidArgument(argument="splits", was=str(matrix or mine), must=must)
     return matrix or group.exchange(mine, "how rows are split")
 
 
@@ -135,7 +137,7 @@ def run(
         leaving = _row_pieces(problem.shards, n, plan)
         arriving = _row_pieces([row[rank] for row in matrix], n, plan)
     result = y.new_empty(y.numel()) if packed else y.view(-1)
-    carrier = Carrier(fabric, lane, y, _longest(max(max(row) for row in matrix), n, plan))
+    carrier = Carrier(fabric, lane, y, _longest(matrix, n, plan))
 
     def landing(parcel: int) -> list[torch.Tensor]:
         return [result[offset : offset + count] for offset, count in arriving[parcel]]
@@ -157,14 +159,16 @@ def run(
         Finish(None, "none").unpack(y, result, table)
 
 
-def _longest(rows: int, n: int, plan: Plan) -> int:
-    """No less than the elements of any piece, of whatever rank: all ranks must ask for as much room.
-
-    A parcel takes its fraction of a shard's units (rows, bands, or tiles), and may be one unit and a tail longer.
-    """
-    most = max((stop - start for start, stop in plan.parcels), default=0)
-    block_m = plan.tile[0] if plan.tile is not None else 1
-    return min(rows, -(-rows * most // max(1, plan.extent)) + 2 * block_m) * n
+def _longest(matrix: Sequence[Sequence[int]], n: int, plan: Plan) -> int:
+    """Elements of the longest piece of whatever rank: all ranks must ask for as much room."""
+    found = [0]
+    for row in {tuple(row) for row in matrix}:
+        if plan.grain == "signaled":
+            pieces = reorder.pieces(TileGrid(sum(row), n, *(plan.tile or (1, 1)), row), plan)
+        else:
+            pieces = _row_pieces(row, n, plan)
+        found += [count for parcel in pieces for _, count in parcel]
+    return max(found)
 
 
 def _row_pieces(shards: Sequence[int], n: int, plan: Plan) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -45,6 +45,7 @@ TUNING_SECONDS = 2.0
 _KNOWN = object()  # name of what is kept with a fabric
 _MOST = 4096  # problems of a group: rows may change from call to call
 _SMALL = 256  # below this inner size (or width) the rest of the problem decides what is best
+_OFFSET = 0.63  # bounds at 2^(n + 0.37): no number that people choose
 _MATMULS = 3
 _OVERHEAD_SECONDS = 0.07  # of the budget: searching for candidates, and what ranks tell each other
 _FAR = 3  # times as long as serial
@@ -79,16 +80,24 @@ class Known:
 
 
 def _key(problem: Problem) -> Key:
-    """Splits of an all_to_all change from call to call: there the rows count by their power of two."""
+    """Splits of an all_to_all change from call to call: there the rows count by their power of two, none for itself.
+
+    What may differ between ranks (K; of all_gather_matmul N) counts by a factor of two, with bounds that shares of one
+    number never fall to both sides of but by rare chance: ranks must agree on what is known.
+    """
     rows: Key = (problem.m, problem.shards)
     if problem.operator == "matmul_all_to_all":
-        rows = (max(0, problem.m - 1).bit_length(),)
+        rows = (problem.m.bit_length(),)
     n, k = problem.n, problem.k
     if problem.operator == "all_gather_matmul":
-        n = max(_SMALL, n)
+        n = _octave(n)
     else:
-        k = max(_SMALL, k)
+        k = _octave(k)
     return problem.operator, rows, n, k, problem.dtype
+
+
+def _octave(size: int) -> int:
+    return math.floor(math.log2(max(_SMALL, size)) + _OFFSET)
 
 
 # -- the way to a choice -----------------------------------------------------------------------------------------------
@@ -105,6 +114,7 @@ def auto(request: Request) -> Choice:
     known = Known.of(group)
     found = known.find(problem) if session is None else None
     if found is not None:
+        found.plan.check(problem)  # problems that count as one must not share a plan that fits only one of them
         return found
     where = _unmeasurable(group)
     if where:
@@ -123,8 +133,13 @@ def _deterministic(request: Request) -> Choice:
 
 
 def _serial(problem: Problem, group: Group) -> Plan:
-    """Serial, where nothing was measured: over the backend's own collectives if they are there."""
+    """Serial, where nothing was measured: over the backend's own collectives if they are there.
+
+    Inside a capture over a lane that is open already, as opening one cannot be captured, and no host must wait.
+    """
     lanes = available(group)
+    if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        lanes = [name for name in group.fabric.open_lanes() if name != "net"] or lanes
     return default_plan(problem, "serial", "net" if "net" in lanes else lanes[0])
 
 

@@ -124,7 +124,14 @@ def read(path: Path) -> Entry | None:
         return _parse(_bounded(path))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:  # InvalidArgument is a ValueError
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+        OverflowError,
+    ) as error:  # InvalidArgument is a ValueError
         _say("Plan file %s is damaged and is not used: %s", path, str(error).splitlines()[0] if str(error) else error)
         return None
 

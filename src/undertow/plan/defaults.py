@@ -28,7 +28,10 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
     """A plan of that grain and lane for this problem."""
     if grain == "signaled":
         return _signaled(problem, lane)
-    parts = CHUNKS if grain == "chunked" else min(_MOST_SERIAL, problem.result_bytes // _PIPELINED_BYTES)
+    moved = problem.result_bytes
+    if problem.operator == "all_gather_matmul":  # ranks differ in columns; what moves are rows of x
+        moved = problem.m * problem.k * problem.item_size
+    parts = CHUNKS if grain == "chunked" else min(_MOST_SERIAL, moved // _PIPELINED_BYTES)
     if grain == "serial" and lane == "net":
         parts = 1
     return Plan(grain, lane, split(problem.m, max(1, min(parts, problem.m))))

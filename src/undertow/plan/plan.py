@@ -107,7 +107,14 @@ class Plan:
             must = f"a grain of {', '.join(GRAINS)} over a lane of {', '.join(LANES)}"
             raise InvalidArgument(argument="plan", was=self.name, must=must)
         limits: tuple[tuple[str, Any, str, bool], ...] = (
-            ("tile", self.tile, "two sizes of at least 1", self.tile is None or min(self.tile) >= 1),
+            (
+                "tile",
+                self.tile,
+                "two sizes of at least 1",
+                self.tile is None or all(_whole(one, 1) for one in self.tile),
+            ),
+            ("parcels", self.extent, "below 2^31", all(_whole(one, 0) for pair in self.parcels for one in pair)),
+            ("program", self.program, "empty: no operator takes one yet", self.program == ""),
             ("tile", self.tile, "given for a signaled plan", self.grain != "signaled" or self.tile is not None),
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
@@ -128,6 +135,8 @@ class Plan:
     def check(self, problem: Problem) -> None:
         """Refuse, with one sentence, a plan that was made for another problem. Costs microseconds."""
         self.validate()
+        if self.grain == "fused":
+            raise InvalidArgument(argument="plan", was=self.name, must="serial, chunked or signaled")
         if self.grain in ("serial", "chunked"):
             any_rows = problem.operator == "matmul_all_to_all" and self.extent > 0  # fractions
             self.check_rows(self.extent if any_rows else problem.m)
@@ -142,7 +151,8 @@ class Plan:
         tiles = [-(-rows // block_m) * columns for rows in problem.shards]
         wanted = {
             "proportional": self.extent or min(1, sum(tiles)),  # fractions: right for any number of tiles but none
-            "rotated": -(-self.extent // problem.ranks) * problem.ranks,  # fractions: ranks differ in columns
+            # fractions, as ranks differ in columns; none only where there are no rows
+            "rotated": -(-self.extent // problem.ranks) * problem.ranks or min(1, problem.m),
         }.get(self.order, sum(tiles))
         bounds = [0, *(stop for _, stop in self.parcels)]
         if list(self.parcels) != list(itertools.pairwise(bounds)) or bounds != sorted(bounds) or bounds[-1] != wanted:
@@ -191,7 +201,7 @@ def _pair(value: object) -> tuple[int, int]:
 
 
 def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
 
 
 def _is_share(share: Share) -> bool:

@@ -51,6 +51,7 @@ _NOTHING = 5e-4
 _CHUNKS = (2, 4, 8)
 _GROUP_BANDS = 8
 _GPU_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
+_WIDE_GPU_TILES = ((64, 128), (64, 64))  # fp32: no tensor cores, many registers
 _GATHER_PARTS = (1, 2, 4, 8)
 
 
@@ -276,10 +277,11 @@ def _shares(problem: Problem, lane: str) -> list[Share]:
 def _tile(problem: Problem) -> tuple[int, int]:
     """GPU: the largest that gives every SM a tile. CPU: whole bands, some dozens; columns where rows are few."""
     if problem.device == "cuda":
-        for tile in _GPU_TILES:
+        tiles = _GPU_TILES if problem.item_size == 2 else _WIDE_GPU_TILES
+        for tile in tiles:
             if TileGrid(problem.m, problem.n, *tile, problem.shards).tiles >= problem.multiprocessors:
                 return tile
-        return _GPU_TILES[-1]
+        return tiles[-1]
     if problem.m >= 128:
         return max(16, -(-problem.m // 64)), problem.n
     return max(1, min(16, problem.m)), max(1, min(problem.n, max(64, -(-problem.n // 16))))

@@ -1,0 +1,104 @@
+"""Rank functions for what a hostile reader found in the operators."""
+
+from __future__ import annotations
+
+import torch
+
+import undertow as ut
+from undertow.errors import InvalidArgument, UndertowError
+from undertow.plan.plan import Plan
+
+
+def modes() -> None:
+    """Threads that carry parcels run in the caller's inference mode, with a Parameter as bias too."""
+    group = ut.init()
+    x, w = torch.ones(64, 8), torch.ones(8, 16)
+    bias = torch.nn.Parameter(torch.ones(16))
+    for strategy in ("serial:peer", "chunked:peer", "signaled:peer", "signaled:dma"):
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                y = ut.matmul_all_reduce(x, w, bias=bias, group=group, strategy=strategy)
+                assert bool((y == 8 * group.size + 1).all()), (strategy, mode)
+                assert not y.requires_grad
+    try:
+        ut.matmul_all_reduce(x, w, bias=bias, group=group)
+    except InvalidArgument as error:
+        assert "bias" in str(error)
+    else:
+        raise AssertionError("a bias that requires a gradient was taken")
+
+
+def no_tokens_then_one() -> None:
+    """A plan for no rows must not serve a call with one."""
+    group = ut.init()
+    w = torch.ones(4, 6)
+    for rows in (0, 1, 0, 2, 1):
+        splits = [[0] * group.size for _ in range(group.size)]
+        for rank in range(group.size):
+            splits[rank][(rank + 1) % group.size] = rows
+        out = torch.full((rows, 6), -7.0)
+        ut.matmul_all_to_all(torch.ones(rows, 4), w, splits, group=group, out=out)
+        assert bool((out == 4).all()), rows
+
+
+def long_pieces() -> None:
+    """Packed parcels whose pieces are far from their fraction of the rows."""
+    group = ut.init()
+    rows, n, k = 128, 513, 4
+    plan = Plan(
+        "signaled", "peer", ((0, 1), (1, 2)), tile=(1, 512), group_bands=1 << 20, order="proportional", layout="packed"
+    )
+    splits = [[rows] * group.size for _ in range(group.size)]
+    x = torch.arange(rows * group.size).remainder(7).float()[:, None].expand(-1, k).contiguous()
+    for lane in ("peer", "dma"):
+        out = torch.full((rows * group.size, n), -7.0)
+        from dataclasses import replace
+
+        ut.matmul_all_to_all(x, torch.ones(k, n), splits, group=group, plan=replace(plan, lane=lane), out=out)
+        mine = x[rows * group.rank : rows * (group.rank + 1), :1] * k
+        assert torch.equal(out, mine.repeat(group.size, n))
+
+
+def disagreeing(what: str) -> str:
+    """Ranks that mean different calls hear of it."""
+    group = ut.init()
+    first = group.rank == 0
+    x, w = torch.ones(4, 3), torch.ones(3, 5)
+    try:
+        if what == "bias":
+            ut.matmul_all_reduce(x, w, bias=torch.ones(5) if first else None, group=group, strategy="serial:peer")
+        elif what == "rows":
+            mine = torch.ones(3 if first else 4, 3)
+            ut.all_gather_matmul(mine, w, rows=[3, 5] if first else [4, 4], group=group, strategy="serial:peer")
+        else:
+            splits = [[2, 2], [1, 3]] if first else [[1, 3], [2, 2]]
+            ut.matmul_all_to_all(x, w, splits, group=group, strategy="serial:peer")
+    except UndertowError as error:
+        return type(error).__name__
+    return "nothing"
+
+
+def half_way() -> str:
+    """An error while bytes move ends the group at once."""
+    from undertow.ops.finish import Finish
+
+    group = ut.init()
+    x, w = torch.ones(64, 8), torch.ones(8, 16)
+    ut.matmul_all_reduce(x, w, group=group, strategy="chunked:peer")
+    right = Finish.sum
+
+    def wrong(*_: object, **__: object) -> None:
+        raise ValueError("made by a test")
+
+    Finish.sum = wrong  # type: ignore[method-assign,assignment]
+    try:
+        ut.matmul_all_reduce(x, w, group=group, strategy="chunked:peer")
+    except (ValueError, UndertowError):
+        pass
+    finally:
+        Finish.sum = right  # type: ignore[method-assign]
+    try:
+        ut.matmul_all_reduce(x, w, group=group, strategy="chunked:peer")
+    except UndertowError as error:
+        return str(error)
+    return "nothing"
