@@ -71,7 +71,10 @@ def test_ranks_that_differ_in_shape_hear_of_it() -> None:
         )
         assert usable
     for found, usable in ut.launch(targets.rows_without_splits, 2, device="cpu", deadline=20):
-        assert re.search(r"rank 0 called matmul_all_to_all\(M 4 .* but rank 1 called matmul_all_to_all\(M 5 ", found)
+        assert re.search(
+            r"rank 0 called matmul_all_to_all\(splits \[\[2, 2\], .* but rank 1 called matmul_all_to_all\(splits \[\[3, 2\], ",
+            found,
+        )
         assert usable
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import InvalidArgument
 from ..plan.defaults import default_plan
 from ..plan.plan import Plan, parse_strategy
 from .explain import Choice, Explanation, remember
@@ -38,6 +39,9 @@ def perform(request: Request, strategy: str, plan: Plan | None) -> None:
     group, operator = request.group, request.problem.operator
     choice = choose(request, strategy, plan)
     chosen = choice.plan
+    if chosen.program:
+        must = "empty: no operator takes a collective program yet"
+        raise InvalidArgument(argument="plan.program", was=repr(chosen.program), must=must)
     with group.call(operator, request.same_on_all, f"{chosen.name} {chosen.digest}") as number:
         request.execute(chosen)
         remember(Explanation(operator, request.shape, group.name, number, strategy, choice))

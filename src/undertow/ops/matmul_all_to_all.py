@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric, Lane
 
 OPERATOR = "matmul_all_to_all"
+_SHOWN = 48  # characters of a matrix of splits that a message shows
 Splits = Sequence[int] | Sequence[Sequence[int]] | None
 
 
@@ -79,8 +80,8 @@ def matmul_all_to_all(
     )
     mine = replace(shared, m=x.shape[0], shards=tuple(matrix[on.rank]))
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    told = zlib.crc32(str(matrix).encode())
-    same_on_all = f"N {n}, {dtype_name(x)}, splits {told:08x}"
+    told = str(matrix) if len(str(matrix)) <= _SHOWN else f"of checksum {zlib.crc32(str(matrix).encode()):08x}"
+    same_on_all = f"splits {told}, N {n}, {dtype_name(x)}"
 
     def execute(chosen: Plan) -> None:
         lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow

@@ -87,7 +87,7 @@ def _key(problem: Problem) -> Key:
     """
     rows: Key = (problem.m, problem.shards)
     if problem.operator == "matmul_all_to_all":
-        rows = (problem.m.bit_length(),)
+        rows = (max(0, problem.m - 1).bit_length(), problem.m == 0)
     n, k = problem.n, problem.k
     if problem.operator == "all_gather_matmul":
         n = _octave(n)

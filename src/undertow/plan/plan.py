@@ -114,7 +114,6 @@ class Plan:
                 self.tile is None or all(_whole(one, 1) for one in self.tile),
             ),
             ("parcels", self.extent, "below 2^31", all(_whole(one, 0) for pair in self.parcels for one in pair)),
-            ("program", self.program, "empty: no operator takes one yet", self.program == ""),
             ("tile", self.tile, "given for a signaled plan", self.grain != "signaled" or self.tile is not None),
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),

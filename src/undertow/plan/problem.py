@@ -124,7 +124,7 @@ class Problem:
         """
         rows, shards = str(self.m), ",".join(map(str, self.shards))
         if self.operator == "matmul_all_to_all":
-            rows, shards = f"upto{(1 << self.m.bit_length()) - 1}", ""
+            rows, shards = f"upto{1 << max(0, self.m - 1).bit_length()}" if self.m else "none", ""
         text = (
             f"{self.operator}-{rows}x{self.n}x{self.k}-{self.dtype}-{self.ranks}ranks"
             f"-{self.device}{self.multiprocessors}"
