@@ -158,8 +158,9 @@ class FakeGroup:
         self.local_ranks, self.nodes = (0, 1), (0, 0)
         self.device = torch.device("cpu")
         self.fabric = SimpleNamespace(
-            kept={}, lanes=lambda: dict.fromkeys(("net", "peer", "dma"), ""), settle=lambda: None, multiprocessors=1
-        )
+            kept={}, lanes=lambda: dict.fromkeys(("net", "peer", "dma"), ""), settle=lambda: None, multiprocessors=1,
+            lane=lambda name: name, guarded_call=lambda outputs: contextlib.nullcontext(),
+        )  # fmt: skip
 
     def exchange(self, value: Any, purpose: str) -> list[Any]:
         return [json.loads(json.dumps(value))] * 2
@@ -191,7 +192,7 @@ class Bench:
             return 2e-3
         return 2e-3 * random.Random(f"{self._seed} {plan.digest}").choice((0.6, 0.97, 1.0, 1.02, 1.5, 4.0))
 
-    def execute(self, plan: Plan) -> None:
+    def run(self, plan: Plan, lane: object) -> None:
         self.ran.append(plan)
         self.now += self.truth(plan) * (1 + 0.002 * self._chance.random())
 
@@ -207,7 +208,8 @@ class Bench:
         problem = Problem.of(
             "matmul_all_reduce", rows, 256, 256, dtype="float32", ranks=2, device="cpu", multiprocessors=1
         )
-        return Request(problem, self.group, "x, w", f"M {rows}", self.execute, self.matmul)  # type: ignore[arg-type]
+        output = torch.empty(0)
+        return Request(problem, self.group, "x, w", f"M {rows}", output, self.run, self.matmul)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -228,14 +230,14 @@ def test_auto_never_picks_what_is_slower_than_serial(seed: int, monkeypatch: pyt
 
 def test_what_cannot_run_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch, 1)
-    real = bench.execute
+    real = bench.run
 
-    def refuse(plan: Plan) -> None:
+    def refuse(plan: Plan, lane: object) -> None:
         if plan.grain != "serial":
             raise ut.errors.StrategyUnavailable(strategy=plan.name, reason="no", possible="serial")  # type: ignore[attr-defined]
-        real(plan)
+        real(plan, lane)
 
-    monkeypatch.setattr(bench, "execute", refuse)
+    monkeypatch.setattr(bench, "run", refuse)
     choice = tuning.auto(bench.request(512))
     assert choice.plan.grain == "serial"
     assert all(one.measured is None for one in choice.candidates if not one.name.startswith("serial"))

@@ -37,8 +37,8 @@ def chunk_bytes(nbytes: int) -> int:
     """The chunk of a message, the same on both sides.
 
     Every chunk costs the engine a pause (about what it copies of 0.7 MB was seen), so small messages go whole: others
-    before and after them keep both directions busy. The copy in runs one chunk behind the copy out, so large messages
-    do not go in larger chunks than a twentieth of what moves in all as a rule.
+    before and after them keep both directions busy. The copy in runs one chunk behind the copy out, so chunks of large
+    messages are not larger than what that loses is worth: of 128 MB, 8 MB was best.
     """
     return min(_MOST_CHUNK, max(_LEAST_CHUNK, nbytes // 2))
 

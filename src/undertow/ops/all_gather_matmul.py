@@ -82,12 +82,10 @@ def all_gather_matmul(
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     same_on_all = f"M {m} in {counts}, K {k}, {dtype_name(x)}"
 
-    def execute(chosen: Plan) -> None:
-        lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
-        with on.fabric.guarded_call((y,)):
-            _run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane)
+    def execute(chosen: Plan, lane: Lane) -> None:
+        _run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane)
 
-    perform(Request(problem, on, shape, same_on_all, execute, lambda: x.new_zeros(m, k) @ w), strategy, plan)
+    perform(Request(problem, on, shape, same_on_all, y, execute, lambda: x.new_zeros(m, k) @ w), strategy, plan)
     return y
 
 

@@ -12,6 +12,9 @@ from ..plan.plan import Plan, parse_strategy
 from .explain import Choice, Explanation, remember
 
 if TYPE_CHECKING:
+    import torch
+
+    from ..fabric.base import Lane
     from ..fabric.group import Group
     from ..plan.problem import Problem
 
@@ -22,16 +25,24 @@ GRAINS = ("serial", "chunked", "signaled")
 class Request:
     """One call before its plan is known.
 
-    `problem`: with what may differ between ranks as it is on this one. `same_on_all`: what ranks compare. `execute`
-    runs the whole call with a plan, as often as it is asked to; `matmul` only multiplies, for measurements.
+    `problem`: with what may differ between ranks as it is on this one. `same_on_all`: what ranks compare. `run` does
+    the whole call with a plan over a lane and leaves the result in `output`; `matmul` only multiplies, to be timed.
     """
 
     problem: Problem
     group: Group
     shape: str
     same_on_all: str
-    execute: Callable[[Plan], None]
+    output: torch.Tensor
+    run: Callable[[Plan, Lane], None]
     matmul: Callable[[], object]
+
+    def execute(self, plan: Plan) -> None:
+        """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""
+        fabric = self.group.fabric
+        lane = fabric.lane(plan.lane)  # before the guarded part: opening it is collective and slow
+        with fabric.guarded_call((self.output,)):
+            self.run(plan, lane)
 
 
 def perform(request: Request, strategy: str, plan: Plan | None) -> None:

@@ -114,8 +114,11 @@ def _sum_on_cpu(
         for part in parts[2:]:
             total += part
     if bias is not None:
-        columns = torch.arange(first, first + out.numel()) % bias.numel()
-        total = total + bias[columns]
+        columns = bias.numel()
+        if first % columns == 0 and out.numel() % columns == 0:  # whole rows
+            total = (total.view(-1, columns) + bias).view(-1)
+        else:
+            total = total + bias[torch.arange(first, first + out.numel()) % columns]
     out.copy_(_FUNCTIONS[activation](total) if activation != "none" else total)
 
 
@@ -125,9 +128,8 @@ def _sum_on_gpu(
     from ..kernels import combine
 
     kernel: Any = combine.combine_kernel
-    if (
-        len(parts) > combine.MOST_PARTS
-    ):  # in fp32 between the kernels, so that 16-bit sums are rounded once all the same
+    if len(parts) > combine.MOST_PARTS:
+        # In fp32 between the kernels, so that 16-bit sums are rounded once all the same.
         wide = torch.float32 if out.dtype in _HALVES else out.dtype
         total = torch.empty(out.shape, dtype=wide, device=out.device)
         total.copy_(parts[0])

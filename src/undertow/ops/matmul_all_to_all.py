@@ -83,12 +83,10 @@ def matmul_all_to_all(
     told = str(matrix) if len(str(matrix)) <= _SHOWN else f"of checksum {zlib.crc32(str(matrix).encode()):08x}"
     same_on_all = f"splits {told}, N {n}, {dtype_name(x)}"
 
-    def execute(chosen: Plan) -> None:
-        lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
-        with on.fabric.guarded_call((y,)):
-            run(x, w, y, matrix, mine, chosen, Finish(bias, activation), on.fabric, lane)
+    def execute(chosen: Plan, lane: Lane) -> None:
+        run(x, w, y, matrix, mine, chosen, Finish(bias, activation), on.fabric, lane)
 
-    perform(Request(shared, on, shape, same_on_all, execute, lambda: x @ w), strategy, plan)
+    perform(Request(shared, on, shape, same_on_all, y, execute, lambda: x @ w), strategy, plan)
     return y
 
 

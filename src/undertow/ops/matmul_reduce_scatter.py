@@ -73,12 +73,10 @@ def matmul_reduce_scatter(
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}"
 
-    def execute(chosen: Plan) -> None:
-        lane = on.fabric.lane(chosen.lane)  # before the guarded part: opening it is collective and slow
-        with on.fabric.guarded_call((y,)):
-            run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen), on.fabric, lane)
+    def execute(chosen: Plan, lane: Lane) -> None:
+        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen), on.fabric, lane)
 
-    perform(Request(problem, on, shape, same_on_all, execute, lambda: x @ w), strategy, plan)
+    perform(Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w), strategy, plan)
     return y
 
 
