@@ -42,7 +42,9 @@ def test_a_plan_is_made_shown_and_removed(folder: Path) -> None:
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if line.startswith("|")]
     assert rows[0] == ["strategy", "parcels", "predicted", "measured", "speed-up over serial", ""]
     assert [row[5] for row in rows[2:]].count("chosen") == 1
-    assert {row[0].split(":")[0] for row in rows[2:]} == {"serial", "chunked", "signaled"}
+    grains = {row[0].split(":")[0] for row in rows[2:]}  # what is predicted to be far slower is left out
+    assert "serial" in grains
+    assert grains <= {"serial", "chunked", "signaled"}
     assert "serial" in said.splitlines()[-3]
     assert said.endswith(f"The plan is kept in {folder / 'plans'}.\n")
 
