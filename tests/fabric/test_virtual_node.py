@@ -17,7 +17,7 @@ from undertow.fabric import virtual_node
 from undertow.fabric.virtual_node import PrivateFolder, VirtualNode
 
 FAKE = Path(__file__).with_name("fake_mps_control.py")
-MPS_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+MPS_VARIABLES = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_the_daemon_lives_as_long_as_the_node(temporary: Path) -> None:
         assert not any(is_gone(pid) for pid in pids)
         assert Path(environments[0]["CUDA_MPS_LOG_DIRECTORY"]).is_dir()
         assert Path(environments[0]["TMPDIR"]).is_dir()
-        assert environments[3]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
+        assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in environments[3]
         assert environments[3]["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
         assert environments[3]["CUDA_MODULE_LOADING"] == "EAGER"
         assert environments[3]["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
@@ -148,7 +148,6 @@ def test_a_running_daemon_is_used_and_left_alone(
             assert node.uses_mps
             assert not node.owns_daemon
             assert node.rank_environment(1)["CUDA_MPS_PIPE_DIRECTORY"] == str(pipes)
-            assert node.rank_environment(1)["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "50"
         assert not any(is_gone(pid) for pid in pids_in(pipes))
         assert list(temporary.iterdir()) == []
         with VirtualNode(2, "off") as node:  # ranks must not reach the daemon that is there

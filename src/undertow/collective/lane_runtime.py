@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import InvalidArgument
-from ..fabric.base import Handoffs, SymmetricBuffer
+from ..fabric.base import SymmetricBuffer
 from ..fabric.net import NetLane
+from ..fabric.signals import Handoffs
 from . import lane_plan as plan
 from .bind import FIRST_WORKSPACE, SCRATCH, bind, waits_for_kernels, workspace_bytes
 from .cpu_runtime import Whole

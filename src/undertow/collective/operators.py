@@ -374,7 +374,7 @@ def _executable(on: Group, kind: _Kind) -> Executable:
         choice = kind.choice
         instances = choice.instances
         if on.device.type == "cuda":  # every CTA must have a multiprocessor, on every rank
-            seen = on.exchange(torch.cuda.get_device_properties(on.device).multi_processor_count, "multiprocessors")
+            seen = on.exchange(fabric.multiprocessors, "multiprocessors")
             instances = max(1, min(instances, min(seen) // choice.workers))
         schedule = kind.program.compile(
             topology=Topology.of(on.nodes), root=kind.root, in_place=kind.in_place, target="staged",

@@ -21,6 +21,7 @@ import torch
 
 from .. import errors
 from .segment import human
+from .signals import Handoffs, Signals
 
 if TYPE_CHECKING:
     from .group import Group
@@ -121,99 +122,6 @@ class _Guard:
         if kind is not None:
             for output in self._outputs:
                 poison(output)
-
-
-class Signals(ABC):
-    """`count` 32-bit counters on every rank. `add` and `set` release, `wait` acquires; comparison is cyclic."""
-
-    count: int
-
-    @abstractmethod
-    def add(self, rank: int, index: int, amount: int = 1) -> None:
-        """Add to `rank`'s counter. Releases: stores made before are visible to whoever waits for it."""
-
-    @abstractmethod
-    def set(self, rank: int, index: int, value: int) -> None:
-        """Set `rank`'s counter. Releases, as `add`."""
-
-    @abstractmethod
-    def wait(self, index: int, target: int, sender: int | None = None) -> None:
-        """Wait until my counter reaches `target`. Acquires. `sender` is only for the error, should nobody come."""
-
-    @abstractmethod
-    def read(self, index: int) -> int:
-        """My counter now."""
-
-    @abstractmethod
-    def address(self, rank: int, index: int) -> int:
-        """Address of a counter, for kernels."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free the counters."""
-
-
-class Handoffs:
-    """Full/empty pairs: `slots` of them between every sender and every receiver. Only constants are ever written.
-
-    sender:    claim (wait empty, clear empty) -> write the bytes -> deliver (set full at the receiver)
-    receiver:  accept (wait full)  -> read the bytes -> free (clear full, set empty at the sender)
-
-    A captured graph that replays these finds the pair as the last replay left it, so nothing has to count replays.
-    `deliver` releases the bytes to `accept`; `free` releases the *reading* of them to the next `claim`.
-    """
-
-    def __init__(self, signals: Signals, rank: int, size: int, slots: int) -> None:
-        self._signals = signals
-        self._rank = rank
-        self._size = size
-        self.slots = slots
-
-    @staticmethod
-    def words(size: int, slots: int) -> int:
-        """How many signals the pairs of a group take."""
-        return 2 * size * slots
-
-    def reset(self) -> None:
-        """All slots empty. Before first use, by every rank, followed by a barrier."""
-        for peer in range(self._size):
-            for slot in range(self.slots):
-                self._signals.set(self._rank, self._full(peer, slot), 0)
-                self._signals.set(self._rank, self._empty(peer, slot), 1)
-
-    def release(self) -> None:
-        """Free the words. No stream may use them any more."""
-        self._signals.release()
-
-    def claim(self, receiver: int, slot: int) -> None:
-        self._signals.wait(self._empty(receiver, slot), 1, sender=receiver)
-        self._signals.set(self._rank, self._empty(receiver, slot), 0)
-
-    def deliver(self, receiver: int, slot: int) -> None:
-        self._signals.set(receiver, self._full(self._rank, slot), 1)
-
-    def accept(self, sender: int, slot: int) -> None:
-        self._signals.wait(self._full(sender, slot), 1, sender=sender)
-
-    def free(self, sender: int, slot: int) -> None:
-        self._signals.set(self._rank, self._full(sender, slot), 0)
-        self._signals.set(sender, self._empty(self._rank, slot), 1)
-
-    def _full(self, sender: int, slot: int) -> int:
-        """Lives at the receiver."""
-        return self._pair(sender, slot)
-
-    def _empty(self, receiver: int, slot: int) -> int:
-        """Lives at the sender."""
-        return self._size * self.slots + self._pair(receiver, slot)
-
-    def _pair(self, peer: int, slot: int) -> int:
-        """A wrong number here would be the word of another pair."""
-        if not 0 <= peer < self._size:
-            raise errors.InvalidArgument(argument="peer", was=peer, must=f"between 0 and {self._size - 1}")
-        if not 0 <= slot < self.slots:
-            raise errors.InvalidArgument(argument="slot", was=slot, must=f"between 0 and {self.slots - 1}")
-        return peer * self.slots + slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +227,10 @@ class Stream(ABC):
     @abstractmethod
     def fork(self) -> None:
         """What runs here next comes after what the caller has done so far."""
+
+    @abstractmethod
+    def after(self, other: Stream) -> None:
+        """What runs here next comes after what `other` was given so far (also if that failed)."""
 
     @abstractmethod
     def run(self, work: Callable[[], None]) -> None:

@@ -14,9 +14,10 @@ import torch
 
 from .. import errors
 from . import atomics
-from .base import WORD_STRIDE, Fabric, Lane, Signals, Stream, SymmetricBuffer
+from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
 from .segment import Segment
 from .share import on_threads
+from .signals import Signals
 from .transfer import destination_address
 
 if TYPE_CHECKING:
@@ -192,6 +193,12 @@ class CpuStream(Stream):
     def fork(self) -> None:
         """The caller's work on a CPU is done when it returns."""
 
+    def after(self, other: Stream) -> None:
+        assert isinstance(other, CpuStream)
+        reached = threading.Event()
+        other._queue.put(reached.set)
+        self._queue.put(lambda: _until(reached))
+
     def run(self, work: Callable[[], None]) -> None:
         inference = torch.is_inference_mode_enabled()  # of the caller; a thread starts with its own
 
@@ -208,8 +215,7 @@ class CpuStream(Stream):
     def join(self) -> None:
         reached = threading.Event()
         self._queue.put(reached.set)
-        while not reached.wait(0.05):  # in slices, so that Ctrl-C arrives
-            pass
+        _until(reached)
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -217,3 +223,8 @@ class CpuStream(Stream):
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join()
+
+
+def _until(reached: threading.Event) -> None:
+    while not reached.wait(0.05):  # in slices, so that Ctrl-C arrives
+        pass

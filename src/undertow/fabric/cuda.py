@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -15,9 +15,10 @@ import torch
 
 from .. import errors
 from . import atomics, stream_memory, torch_symmetric
-from .base import WORD_STRIDE, Fabric, Lane, Signals, Stream, SymmetricBuffer
+from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
 from .pinned import PinnedSegment
 from .share import on_multiprocessors
+from .signals import Signals, Step
 from .stream_guard import StreamGuard
 
 if TYPE_CHECKING:
@@ -38,10 +39,11 @@ class CudaFabric(Fabric):
         self._streams: dict[tuple[str, int], CudaStream] = {}
         self._flags: list[CudaSignals] = []
         properties = torch.cuda.get_device_properties(self.device)
-        self.multiprocessors = int(properties.multi_processor_count)
         devices = group.exchange(str(properties.uuid), "which GPUs ranks have")
         #: whether two ranks share a GPU: copies between them run on SMs there, so `dma` goes through the host
         self.shares_device = len(set(devices)) < group.size
+        #: SMs of this rank: of a GPU that is shared its part, which kernels keep to by the size of their grids
+        self.multiprocessors = int(properties.multi_processor_count) // devices.count(str(properties.uuid))
         self._no_peers = self._why_no_peers(devices)
 
     def _why_no_peers(self, devices: list[str]) -> str:
@@ -209,6 +211,17 @@ class CudaSignals(Signals):
     def wait(self, index: int, target: int, sender: int | None = None) -> None:
         self._fabric.guard.wait(self.address(self._rank, index), target, self._on_host)
 
+    def perform(self, steps: Sequence[Step]) -> None:
+        self._fabric.guard.perform(stream_memory.current_stream(self._fabric.device), self.packed(steps))
+
+    def packed(self, steps: Sequence[Step]) -> bytes:
+        """The steps as one stop of a stream (`StreamGuard.perform`), as often as one likes. Their waits are watched."""
+        operations = [(waits, self.address(rank, word), value) for waits, rank, word, value, _ in steps]
+        for waits, address, target in operations:
+            if waits:
+                self._fabric.guard.expect(address, target, self._on_host)
+        return stream_memory.packed(operations)
+
     def read(self, index: int) -> int:
         """Waits for the current stream."""
         torch.cuda.current_stream(self._fabric.device).synchronize()
@@ -243,13 +256,20 @@ class CudaStream(Stream):
     def __init__(self, device: torch.device, priority: int) -> None:
         self._device = device
         self.stream = stream_memory.new_stream(device, priority=priority)
+        self._event = stream_memory.new_event(device)
 
     def fork(self) -> None:
-        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        here = stream_memory.current_stream(self._device)
+        stream_memory.after(self.stream.cuda_stream, here, self._event)
+
+    def after(self, other: Stream) -> None:
+        assert isinstance(other, CudaStream)
+        stream_memory.after(self.stream.cuda_stream, other.stream.cuda_stream, self._event)
 
     def run(self, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(self.stream):
+        with stream_memory.current(self.stream):
             work()
 
     def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self.stream)
+        here = stream_memory.current_stream(self._device)
+        stream_memory.after(here, self.stream.cuda_stream, self._event)

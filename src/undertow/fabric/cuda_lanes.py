@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 PEER_CTAS = 16
 _OVER = object()
-_LEAST_CHUNK, _MOST_CHUNK = 4 << 20, 8 << 20
+_UNSEEN = contextlib.nullcontext()
+_MOST_CHUNK = 8 << 20
 _FEW_RANKS, _MANY_SLOTS, _FEW_SLOTS = 4, 4, 2
 
 
@@ -36,11 +38,10 @@ def chunk_slots(ranks: int) -> int:
 def chunk_bytes(nbytes: int) -> int:
     """The chunk of a message, the same on both sides.
 
-    Every chunk costs the engine a pause (about what it copies of 0.7 MB was seen), so small messages go whole: others
-    before and after them keep both directions busy. The copy in runs one chunk behind the copy out, so chunks of large
-    messages are not larger than what that loses is worth: of 128 MB, 8 MB was best.
+    Every chunk costs the engine a pause (about what it copies of 0.4 MB), whoever's it is, so messages go whole where
+    they fit: others before and after them keep both directions busy.
     """
-    return min(_MOST_CHUNK, max(_LEAST_CHUNK, nbytes // 2))
+    return max(1, min(_MOST_CHUNK, nbytes))
 
 
 class PeerLane(Lane):
@@ -156,10 +157,18 @@ class StagedLane(Lane):
         rings = self._size * self._size  # those of the pairs, and in a rank's own place what it shares
         self._ring = PinnedSegment(fabric.group, rings * self._slots * _MOST_CHUNK, "the staging ring of lane dma")
         self._pairs = fabric.handoffs(2 * self._slots)  # the upper half: what is shared
+        self._guard = fabric.guard
         self._out, self._in, self._out_shared, self._in_shared = (
             stream_memory.new_stream(fabric.device, priority=-1) for _ in range(4)
         )
+        self._event = stream_memory.new_event(fabric.device)
         self._used: list[torch.cuda.Stream] = []  # streams that send, since the last flush
+        every = [(peer, slot) for peer in range(self._size) for slot in range(2 * self._slots)]
+        # The host must enqueue faster than the engines copy, so the stops of streams are made once.
+        self._claim = {pair: self._pairs.packed(self._pairs.claiming(*pair)) for pair in every}
+        self._deliver = {pair: self._pairs.packed(self._pairs.delivering(*pair)) for pair in every}
+        self._accept = {pair: self._pairs.packed(self._pairs.accepting(*pair)) for pair in every}
+        self._freed = {pair: self._pairs.packed(self._pairs.freeing(*pair)) for pair in every}
 
     def describe(self) -> str:
         return f"copy engines through pinned host memory, chunks of up to {_MOST_CHUNK >> 20} MiB"
@@ -178,75 +187,92 @@ class StagedLane(Lane):
         self, peers: Sequence[int], source: torch.Tensor, buffer: SymmetricBuffer | None, start: int, slot: int
     ) -> None:
         self._begin(self._out_shared)
+        stream, before = self._out_shared, b""
         for place, offset, size in self._cut(source.nbytes):
-            with torch.cuda.stream(self._out_shared):
-                for peer in peers:
-                    self._pairs.claim(peer, self._slots + place)
-                with timeline.event("copy out", engine="dma out", bytes=size, to="all"):
-                    chunk = self._chunk(self._rank, self._rank, place)
-                    stream_memory.to_host(self._out_shared.cuda_stream, chunk, source.data_ptr() + offset, size)
-                for peer in peers:
-                    self._pairs.deliver(peer, self._slots + place)
+            slot = self._slots + place
+            self._stop(stream, before + b"".join(self._claim[peer, slot] for peer in peers))
+            with self._recorded("copy out", stream, bytes=size, to="all"):
+                chunk = self._chunk(self._rank, self._rank, place)
+                stream_memory.to_host(stream.cuda_stream, chunk, source.data_ptr() + offset, size)
+            before = b"".join(self._deliver[peer, slot] for peer in peers)
+        self._stop(stream, before)
 
     def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
         """Enqueued chunk by chunk in turn: neither direction waits until the host has enqueued all of the other."""
-        here = torch.cuda.current_stream(self._device)
         steps: list[Iterator[None]] = []
         if outgoing:
             self._begin(self._out)
             steps.append(self._chunks_out(outgoing))
         views = [one.place() for one in incoming]
         arriving = self._in_shared if incoming and incoming[0].shared else self._in
+        here = stream_memory.current_stream(self._device)
         if incoming:
-            arriving.wait_stream(here)  # whoever read these places before is done
+            stream_memory.after(arriving.cuda_stream, here, self._event)  # whoever read these places before is done
             steps.append(self._chunks_in(arriving, incoming, views))
         while steps:
             steps = [step for step in steps if next(step, _OVER) is not _OVER]
         if incoming:
-            here.wait_stream(arriving)
+            stream_memory.after(here, arriving.cuda_stream, self._event)
         return views
 
     def _begin(self, stream: torch.cuda.Stream) -> None:
         """What `stream` sends next was made by the current stream."""
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        stream_memory.after(stream.cuda_stream, stream_memory.current_stream(self._device), self._event)
         if stream not in self._used:
             self._used.append(stream)
 
+    def _stop(self, stream: torch.cuda.Stream, packed: bytes) -> None:
+        """Between two copies a stream stops once: what was copied is handed on and the next place asked for."""
+        if packed:
+            self._guard.perform(stream.cuda_stream, packed)
+
+    def _recorded(
+        self, name: str, stream: torch.cuda.Stream, **details: Any
+    ) -> contextlib.AbstractContextManager[object]:
+        """The copies of the block in the timeline, if somebody records one."""
+        if not timeline.is_recording():
+            return _UNSEEN
+        both = contextlib.ExitStack()
+        both.enter_context(stream_memory.current(stream))
+        both.enter_context(timeline.event(name, engine=name.replace("copy", "dma"), **details))
+        return both
+
     def _chunks_out(self, messages: Sequence[Outgoing]) -> Iterator[None]:
-        stream = self._out.cuda_stream
+        before, stream = b"", self._out
         for one in messages:
-            if one.peer == self._rank:
-                raise InvalidArgument(argument="peer", was=one.peer, must="another rank")
+            self._another(one.peer)
             if one.buffer is not None:  # the receiver's is as large as mine
                 destination_address(one.buffer, self._rank, one.start, one.source)
+            first = one.source.data_ptr()
             for place, offset, size in self._cut(one.source.nbytes):
-                with (
-                    torch.cuda.stream(self._out),
-                    timeline.event("copy out", engine="dma out", bytes=size, to=one.peer),
-                ):
-                    self._pairs.claim(one.peer, place)
+                self._stop(stream, before + self._claim[one.peer, place])
+                with self._recorded("copy out", stream, bytes=size, to=one.peer):
                     chunk = self._chunk(self._rank, one.peer, place)
-                    stream_memory.to_host(stream, chunk, one.source.data_ptr() + offset, size)
-                    self._pairs.deliver(one.peer, place)
+                    stream_memory.to_host(stream.cuda_stream, chunk, first + offset, size)
+                before = self._deliver[one.peer, place]
                 yield
+        self._stop(stream, before)
 
     def _chunks_in(
         self, stream: torch.cuda.Stream, messages: Sequence[Incoming], views: list[torch.Tensor]
     ) -> Iterator[None]:
+        before = b""
         for one, view in zip(messages, views, strict=True):
-            if one.peer == self._rank:
-                raise InvalidArgument(argument="peer", was=one.peer, must="another rank")
-            first = self._slots if one.shared else 0
+            self._another(one.peer)
+            first = view.data_ptr()
             for place, offset, size in self._cut(view.nbytes):
-                with (
-                    torch.cuda.stream(stream),
-                    timeline.event("copy in", engine="dma in", bytes=size, source=one.peer),
-                ):
-                    self._pairs.accept(one.peer, first + place)
+                slot = self._slots + place if one.shared else place
+                self._stop(stream, before + self._accept[one.peer, slot])
+                with self._recorded("copy in", stream, bytes=size, source=one.peer):
                     chunk = self._chunk(one.peer, one.peer if one.shared else self._rank, place)
-                    stream_memory.to_device(stream.cuda_stream, view.data_ptr() + offset, chunk, size)
-                    self._pairs.free(one.peer, first + place)
+                    stream_memory.to_device(stream.cuda_stream, first + offset, chunk, size)
+                before = self._freed[one.peer, slot]
                 yield
+        self._stop(stream, before)
+
+    def _another(self, peer: int) -> None:
+        if peer == self._rank:
+            raise InvalidArgument(argument="peer", was=peer, must="another rank")
 
     def _cut(self, nbytes: int) -> Iterator[tuple[int, int, int]]:
         """A message as (chunk slot, offset, size): the same on both sides."""
@@ -259,7 +285,7 @@ class StagedLane(Lane):
 
     def flush(self) -> None:
         for stream in self._used:  # others may be no part of a capture that the caller is in
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            stream_memory.after(stream_memory.current_stream(self._device), stream.cuda_stream, self._event)
         self._used.clear()
 
     def close(self) -> None:

@@ -22,9 +22,10 @@ import torch
 from .. import errors
 from ..kernels import ring_layout
 from . import atomics
-from .base import Fabric, Signals, SymmetricBuffer
+from .base import Fabric, SymmetricBuffer
 from .logs import get_logger
 from .segment import Segment
+from .signals import Signals
 
 if TYPE_CHECKING:
     from .group import Group

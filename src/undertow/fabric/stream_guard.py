@@ -55,7 +55,7 @@ class StreamGuard:
         group.on_abort(self._on_abort)
         group.on_every_tick(self._tick)
 
-    def _expect(self, address: int, target: int, on_host: bool) -> None:
+    def expect(self, address: int, target: int, on_host: bool) -> None:
         """A stream of this rank is about to wait for `target` at `address`."""
         known = self._waits.get(address)
         if known is None or known[0] < target:
@@ -84,7 +84,7 @@ class StreamGuard:
 
     def wait(self, address: int, target: int, on_host: bool) -> None:
         """Hold the current stream until the word reaches `target`, watched."""
-        self._expect(address, target, on_host)
+        self.expect(address, target, on_host)
         stream = stream_memory.current_stream(self._device)
         alone = self._depth == 0  # inside a call, the call's own word is watched and joins all its streams
         if alone:
@@ -92,6 +92,14 @@ class StreamGuard:
         stream_memory.wait(stream, address, target)
         if alone:
             stream_memory.write(stream, self._busy(stream), IDLE)
+
+    def perform(self, stream: int, packed: bytes) -> None:
+        """Waits and writes as `stream_memory.packed` made them, on `stream`, in one stop. Waits are `expect`ed."""
+        if self._depth == 0:  # inside a call, the call's own word is watched and joins all its streams
+            busy = self._busy(stream)
+            begin, end = (stream_memory.packed([(False, busy, state)]) for state in (BUSY, IDLE))
+            packed = begin + packed + end
+        stream_memory.batch(stream, packed)
 
     def _busy(self, stream: int) -> int:
         """Address of the stream's word."""

@@ -356,6 +356,11 @@ def current() -> Recorder | None:
     return _current
 
 
+def is_recording() -> bool:
+    """Whether events go anywhere."""
+    return _current is not None
+
+
 def event(
     name: str, engine: str, *, category: str = "", host: bool = False, **details: Any
 ) -> AbstractContextManager[object]:

@@ -83,10 +83,14 @@ class CudaTileProduct(Product):
         self._counters = _counters(fabric, len(plan.parcels) + 1)  # the last one counts the tiles that were fetched
         self._fetched = self._counters[_WORD * len(plan.parcels) :]
         full = problem.n * x.element_size() % _TMA_ALIGNMENT == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
-        even = all(rows % plan.tile[0] == 0 for rows in problem.shards[:-1])
-        self._bulk_stores = plan.layout == "natural" and full and even and buffer.numel() > 0
+        if plan.layout == "natural":  # the descriptor ends where the matrix does
+            whole = all(rows % plan.tile[0] == 0 for rows in problem.shards[:-1])
+            self._stored_as = problem.m, problem.n
+        else:  # tile below tile, each complete
+            whole = all(rows % plan.tile[0] == 0 for rows in problem.shards) and problem.n % plan.tile[1] == 0
+            self._stored_as = buffer.numel() // plan.tile[1], plan.tile[1]
+        self._bulk_stores = full and whole and buffer.numel() > 0
         self._even = problem.n % 8 == 0 and plan.tile[1] % 8 == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
-        self._shape = problem.m, problem.n
 
     def prepare(self) -> None:
         self._counters.zero_()
@@ -134,7 +138,7 @@ class CudaTileProduct(Product):
             block_b = [block_n, block_k] if w.transposed else [block_k, block_n]
             c: Any = self._counters
             if self._bulk_stores:
-                c = TensorDescriptor.from_tensor(self._buffer.view(self._shape), [block_m, block_n // parts])
+                c = TensorDescriptor.from_tensor(self._buffer.view(self._stored_as), [block_m, block_n // parts])
             arguments = (
                 TensorDescriptor.from_tensor(x.tensor, [block_m, block_k]),
                 TensorDescriptor.from_tensor(w.tensor, block_b),
@@ -144,7 +148,7 @@ class CudaTileProduct(Product):
                 "BLOCK_K": block_k, "TRANSPOSED": w.transposed, "PARTS": parts, "BULK": self._bulk_stores,
                 "DEFER": self._bulk_stores, "num_warps": 8, "num_stages": 4,
             }  # fmt: skip
-            if self.waits_for_rows or self._fabric.shares_device:
+            if self.waits_for_rows:
                 kernel = gemm.fetching_gemm_kernel
                 kernel[grid](*arguments, self._fetched, *ends, WAITS=self.waits_for_rows, **constants, **shared)
             else:

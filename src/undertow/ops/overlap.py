@@ -83,6 +83,8 @@ def _overlap(
                 carry(parcel)
 
             communication.run(sent)
+            for stream in following[:1]:  # my own part of the parcel is complete; what comes later needs all ranks'
+                stream.after(communication)
             for stream, step in zip(following, followers, strict=True):
                 stream.run(lambda step=step, parcel=parcel: step(parcel))  # type: ignore[misc]
     except Exception as error:  # an interrupt does not wait for anybody

@@ -22,6 +22,7 @@ _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one pr
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
 _RESERVED = {"net": 4, "peer": 4, "dma": 2}
 """SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
+_CTAS_PER_SM = 4  # of those: they wait for memory, and several find room on an SM
 
 
 def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
@@ -61,7 +62,7 @@ def _share(problem: Problem, lane: str) -> Share:
     if problem.device == "cpu":
         return Share()
     reserved = min(_RESERVED[lane], problem.multiprocessors - 1)
-    return Share(multiprocessors=problem.multiprocessors - reserved, communication_ctas=max(1, reserved))
+    return Share(multiprocessors=problem.multiprocessors - reserved, communication_ctas=max(1, _CTAS_PER_SM * reserved))
 
 
 def _tile(problem: Problem) -> tuple[int, int]:
