@@ -85,3 +85,22 @@ def captured_signaled_calls_replay(group: ut.Group) -> None:
             ut.matmul_all_reduce(x, w, group=group, strategy=strategy, out=y)
 
         _replay(group, strategy, x, y, call, want)
+
+
+@check
+def late_products_are_waited_for(group: ut.Group) -> None:
+    """A rank whose own product takes long must not sum before it is there, though all others' pieces are."""
+    m, n, long = 1024, 2048, 16384
+    for turn in range(2 * group.size):
+        late = turn % group.size
+        inner = long if group.rank == late else 64
+        x = torch.zeros(m, inner, dtype=torch.bfloat16, device=group.device)
+        x[:, 0] = turn + 1
+        w = torch.ones(inner, n, dtype=torch.bfloat16, device=group.device)
+        want = float((turn + 1) * group.size)
+        for strategy in ("chunked:peer", "chunked:dma", "signaled:peer", "signaled:dma"):
+            y = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=group.device)
+            ut.matmul_all_reduce(x, w, group=group, strategy=strategy, out=y)
+            part = ut.matmul_reduce_scatter(x, w, group=group, strategy=strategy)
+            wrong = int((y != want).sum()), int((part != want).sum())
+            assert wrong == (0, 0), f"{strategy}, turn {turn}: {wrong} elements of all_reduce and reduce_scatter"

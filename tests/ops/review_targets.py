@@ -102,20 +102,3 @@ def half_way() -> str:
     except UndertowError as error:
         return str(error)
     return "nothing"
-
-
-def late_products() -> None:
-    """A rank whose own product takes long must not sum before it is there, though all others' pieces are."""
-    group = ut.init()
-    m, n = 512, 96
-    for turn in range(6):
-        late = turn % group.size
-        inner = 6000 if group.rank == late else 1
-        x = torch.ones(m, inner)
-        w = torch.full((inner, n), float(turn + 1))
-        want = float((turn + 1) * (6000 + group.size - 1))
-        for strategy in ("signaled:peer", "signaled:dma", "chunked:dma"):
-            y = ut.matmul_all_reduce(x, w, group=group, strategy=strategy, out=torch.full((m, n), float("nan")))
-            assert bool((y == want).all()), ("all_reduce", strategy, turn)
-            y = ut.matmul_reduce_scatter(x, w, group=group, strategy=strategy)
-            assert bool((y == want).all()), ("reduce_scatter", strategy, turn)
