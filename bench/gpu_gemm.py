@@ -53,7 +53,7 @@ class Variant:
         self.plan = plan_of(problem, layout)
         self.grid = problem.grid(self.plan)
         self.tiles = reorder.parcel_tiles(self.grid, self.plan)
-        self.table = torch.from_numpy(reorder.tile_table(self.grid, self.plan)).to(DEVICE)
+        self.table = torch.from_numpy(np.array(reorder.tile_table(self.grid, self.plan))).to(DEVICE)
         self.unpacking = torch.from_numpy(np.ascontiguousarray(reorder.unpack_table(self.grid, self.plan))).to(DEVICE)
         self.counters = torch.zeros(PARCELS * 32, dtype=torch.int32, device=DEVICE)
         bulk = layout == "natural"

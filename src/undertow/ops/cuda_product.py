@@ -177,7 +177,7 @@ def device_table(fabric: Fabric, key: tuple[object, ...], make: Callable[[], NDA
         uploads = fabric.stream("upload")
         assert isinstance(uploads, CudaStream)
         with torch.cuda.stream(uploads.stream):  # the caller's own stream may be waiting for something
-            found = torch.from_numpy(np.ascontiguousarray(make())).to(fabric.group.device)
+            found = torch.from_numpy(np.array(make(), order="C")).to(fabric.group.device)
         uploads.stream.synchronize()
         tables[key] = found
     elif torch.cuda.is_current_stream_capturing():  # graphs read it as long as they live

@@ -8,6 +8,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgument, StrategyUnavailable
@@ -99,7 +100,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """Short hash: equal on all ranks that run the same plan."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+        return _digest(self)
 
     def validate(self) -> None:
         """Refuse a plan that could be right for no problem at all."""
@@ -228,3 +229,8 @@ def parse_strategy(strategy: str, grains: tuple[str, ...], lanes: dict[str, str]
     if lanes[lane]:
         raise StrategyUnavailable(strategy=strategy, reason=lanes[lane], possible=possible)
     return grain, lane
+
+
+@lru_cache(1024)
+def _digest(plan: Plan) -> str:
+    return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]

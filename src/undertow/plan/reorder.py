@@ -19,6 +19,7 @@ that sender.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from .plan import Plan
 from .tiles import Integers, Order, TileGrid, launch_order, natural_tiles, stored_order
 
 TILE_COLUMNS = 8
+_KEPT = 256  # maps of as many shapes and plans: a call must not make them anew
 ROW, ROWS, COLUMN, COLUMNS, PLACE, STRIDE, PARCEL = range(7)
 Piece = tuple[int, int]
 """Offset and count, in elements."""
@@ -42,6 +44,7 @@ class Arrival(NamedTuple):
     rows: int
 
 
+@lru_cache(_KEPT)
 def tile_table(grid: TileGrid, plan: Plan, rank: int = 0) -> Integers:
     """[tiles, 8]: what the matmul kernel of `rank` reads at each position."""
     order = launch_order(grid, plan, rank)
@@ -49,14 +52,17 @@ def tile_table(grid: TileGrid, plan: Plan, rank: int = 0) -> Integers:
     table[:, :PLACE] = _extents(grid, order.band, order.column)
     table[:, PLACE:PARCEL] = _places(grid, plan)[order.band * grid.columns + order.column]
     table[:, PARCEL] = order.parcel
+    table.flags.writeable = False  # it is handed out again
     return table
 
 
+@lru_cache(_KEPT)
 def parcel_tiles(grid: TileGrid, plan: Plan, rank: int = 0) -> tuple[int, ...]:
     """How many tiles each parcel has on `rank`: the value its counter reaches. 0 where it has none."""
     return launch_order(grid, plan, rank).tiles_of(len(plan.parcels))
 
 
+@lru_cache(_KEPT)
 def pieces(grid: TileGrid, plan: Plan) -> tuple[tuple[Piece, ...], ...]:
     """Of each parcel, for each destination: its range of the buffer. all_reduce: one piece, for everybody.
 
@@ -79,6 +85,7 @@ def pieces(grid: TileGrid, plan: Plan) -> tuple[tuple[Piece, ...], ...]:
     )
 
 
+@lru_cache(_KEPT)
 def received_pieces(grid: TileGrid, plan: Plan, destination: int) -> tuple[Piece, ...]:
     """Of each parcel: its range of the stream that `destination` gets from a sender with this grid."""
     counts = _piece_counts(grid, plan)[:, destination]
