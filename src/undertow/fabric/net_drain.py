@@ -2,7 +2,8 @@
 
 The receiver does not know what comes next, so a second thread waits for a header from anybody. A GPU's bytes pass
 through pinned host memory on both sides, which is made once: pinning memory may wait for kernels, and those of this
-rank may be waiting for the proxy.
+rank may be waiting for the proxy. Driver calls copy it, not torch, which would remember the stream with the memory and
+ask for it when it is long gone.
 """
 
 from __future__ import annotations
@@ -70,17 +71,21 @@ class NetDrain(Drain):
         """The bytes in host memory: those of the CPU buffer itself, as a send has read them when it returns."""
         if self._stream is None:
             return piece
+        from .stream_memory import to_host
+
         host = self._leaving[: piece.numel()]
-        self._store(host, piece)
+        to_host(self._stream.cuda_stream, host.data_ptr(), piece.data_ptr(), piece.numel())
+        self._stream.synchronize()
         return host
 
-    def _store(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy, and be done when this returns: the memory on the host side is used again."""
+    def _store(self, piece: torch.Tensor, host: torch.Tensor) -> None:
+        """Bytes from host memory to their place; done when this returns, as that memory is used again."""
         if self._stream is None:
-            to.copy_(source)
+            piece.copy_(host)
             return
-        with torch.cuda.stream(self._stream):
-            to.copy_(source, non_blocking=True)
+        from .stream_memory import to_device
+
+        to_device(self._stream.cuda_stream, piece.data_ptr(), host.data_ptr(), piece.numel())
         self._stream.synchronize()
 
     def _receive(self) -> None:
