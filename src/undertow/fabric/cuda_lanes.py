@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,14 @@ from ..errors import InvalidArgument
 from . import stream_memory, timeline
 from .base import Incoming, Lane, Outgoing, SymmetricBuffer, needed
 from .pinned import PinnedSegment
+from .stream_memory import Rows
 from .transfer import destination_address
 
 if TYPE_CHECKING:
     from .cuda import CudaFabric
 
 PEER_CTAS = 16
+Message = tuple[int, int, torch.Tensor]  # a peer, a slot, and where the bytes are or go
 _OVER = object()
 _UNSEEN = contextlib.nullcontext()
 _MOST_CHUNK = 8 << 20
@@ -140,12 +142,12 @@ class StagedLane(Lane):
     """Copy engines through pinned host memory: out of the sender, into the receiver, chunk by chunk.
 
     One pinned segment for the group. Every (sender, receiver) has a ring of `chunk_slots` chunks there, and every
-    sender one more for what it shares: that is copied out once, and in by each receiver. A message starts at the first
-    chunk of its ring on both sides, so neither side keeps a position, and a captured message can be replayed.
+    sender one more for what it shares: that is copied out once, and in by each receiver. Where a message starts in its
+    ring depends on its slot only, so neither side keeps a position, and a captured message can be replayed.
 
     Two streams per rank, out and in, and two more for what is shared, so that finished results do not stand behind
     pieces that are still to be computed. A rank's sends wait only for room, its receives only for bytes; both sides
-    must name their messages in the same order (rank r sends to r+1, r+2, ...; rank r receives from r-1, r-2, ...).
+    must name the messages between them in the same order.
     """
 
     name = "dma"
@@ -187,28 +189,33 @@ class StagedLane(Lane):
         self, peers: Sequence[int], source: torch.Tensor, buffer: SymmetricBuffer | None, start: int, slot: int
     ) -> None:
         self._begin(self._out_shared)
-        stream, before = self._out_shared, b""
-        for place, offset, size in self._cut(source.nbytes):
-            slot = self._slots + place
-            self._stop(stream, before + b"".join(self._claim[peer, slot] for peer in peers))
-            with self._recorded("copy out", stream, bytes=size, to="all"):
+        before = b""
+        for place, offset, size in self._cut(source.nbytes, slot):
+            flag = self._slots + place
+            self._stop(self._out_shared, before + b"".join(self._claim[peer, flag] for peer in peers))
+            with self._recorded("copy out", self._out_shared, bytes=size, to="all"):
                 chunk = self._chunk(self._rank, self._rank, place)
-                stream_memory.to_host(stream.cuda_stream, chunk, source.data_ptr() + offset, size)
-            before = b"".join(self._deliver[peer, slot] for peer in peers)
-        self._stop(stream, before)
+                stream_memory.to_host(self._out_shared.cuda_stream, chunk, source.data_ptr() + offset, size)
+            before = b"".join(self._deliver[peer, flag] for peer in peers)
+        self._stop(self._out_shared, before)
 
     def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
-        """Enqueued chunk by chunk in turn: neither direction waits until the host has enqueued all of the other."""
+        """Enqueued copy by copy in turn: neither direction waits until the host has enqueued all of the other."""
         steps: list[Iterator[None]] = []
         if outgoing:
             self._begin(self._out)
-            steps.append(self._chunks_out(outgoing))
+            for one in outgoing:
+                if one.buffer is not None:  # the receiver's is as large as mine
+                    destination_address(one.buffer, self._rank, one.start, one.source)
+            steps.append(self._copies_out([(one.peer, one.slot, one.source) for one in outgoing]))
         views = [one.place() for one in incoming]
-        arriving = self._in_shared if incoming and incoming[0].shared else self._in
+        shared = bool(incoming) and incoming[0].shared
+        arriving = self._in_shared if shared else self._in
         here = stream_memory.current_stream(self._device)
         if incoming:
             stream_memory.after(arriving.cuda_stream, here, self._event)  # whoever read these places before is done
-            steps.append(self._chunks_in(arriving, incoming, views))
+            messages = [(one.peer, one.slot, view) for one, view in zip(incoming, views, strict=True)]
+            steps.append(self._copies_in(arriving, shared, messages))
         while steps:
             steps = [step for step in steps if next(step, _OVER) is not _OVER]
         if incoming:
@@ -237,48 +244,55 @@ class StagedLane(Lane):
         both.enter_context(timeline.event(name, engine=name.replace("copy", "dma"), **details))
         return both
 
-    def _chunks_out(self, messages: Sequence[Outgoing]) -> Iterator[None]:
-        before, stream = b"", self._out
-        for one in messages:
-            self._another(one.peer)
-            if one.buffer is not None:  # the receiver's is as large as mine
-                destination_address(one.buffer, self._rank, one.start, one.source)
-            first = one.source.data_ptr()
-            for place, offset, size in self._cut(one.source.nbytes):
-                self._stop(stream, before + self._claim[one.peer, place])
-                with self._recorded("copy out", stream, bytes=size, to=one.peer):
-                    chunk = self._chunk(self._rank, one.peer, place)
-                    stream_memory.to_host(stream.cuda_stream, chunk, first + offset, size)
-                before = self._deliver[one.peer, place]
-                yield
-        self._stop(stream, before)
-
-    def _chunks_in(
-        self, stream: torch.cuda.Stream, messages: Sequence[Incoming], views: list[torch.Tensor]
-    ) -> Iterator[None]:
+    def _copies_out(self, messages: Sequence[Message]) -> Iterator[None]:
         before = b""
-        for one, view in zip(messages, views, strict=True):
-            self._another(one.peer)
-            first = view.data_ptr()
-            for place, offset, size in self._cut(view.nbytes):
-                slot = self._slots + place if one.shared else place
-                self._stop(stream, before + self._accept[one.peer, slot])
-                with self._recorded("copy in", stream, bytes=size, source=one.peer):
-                    chunk = self._chunk(one.peer, one.peer if one.shared else self._rank, place)
-                    stream_memory.to_device(stream.cuda_stream, first + offset, chunk, size)
-                before = self._freed[one.peer, slot]
-                yield
+        for peers, place, rows in self._copies(messages, lambda peer: (self._rank, peer)):
+            self._stop(self._out, before + b"".join(self._claim[peer, place] for peer in peers))
+            with self._recorded("copy out", self._out, bytes=rows.nbytes, to=list(peers)):
+                rows.leave(self._out.cuda_stream)
+            before = b"".join(self._deliver[peer, place] for peer in peers)
+            yield
+        self._stop(self._out, before)
+
+    def _copies_in(self, stream: torch.cuda.Stream, shared: bool, messages: Sequence[Message]) -> Iterator[None]:
+        before, first = b"", self._slots if shared else 0
+        for peers, place, rows in self._copies(messages, lambda peer: (peer, peer if shared else self._rank)):
+            slot = first + place
+            self._stop(stream, before + b"".join(self._accept[peer, slot] for peer in peers))
+            with self._recorded("copy in", stream, bytes=rows.nbytes, source=list(peers)):
+                rows.arrive(stream.cuda_stream)
+            before = b"".join(self._freed[peer, slot] for peer in peers)
+            yield
         self._stop(stream, before)
 
-    def _another(self, peer: int) -> None:
-        if peer == self._rank:
-            raise InvalidArgument(argument="peer", was=peer, must="another rank")
+    def _copies(
+        self, messages: Sequence[Message], ring: Callable[[int], tuple[int, int]]
+    ) -> Iterator[tuple[range, int, Rows]]:
+        """Messages as (peers, chunk slot, one copy): those of consecutive peers at even distances go together.
 
-    def _cut(self, nbytes: int) -> Iterator[tuple[int, int, int]]:
-        """A message as (chunk slot, offset, size): the same on both sides."""
+        Every copy costs the engine a pause, so one of several rows beats several. Both sides cut a message alike, but
+        they need not join messages alike: each has its own flags.
+        """
+        for peers, slot, data in _runs(messages):
+            if self._rank in peers:
+                raise InvalidArgument(argument="peer", was=self._rank, must="another rank")
+            first = data[0].data_ptr()
+            step = data[1].data_ptr() - first if len(data) > 1 else 0
+            for place, offset, size in self._cut(data[0].nbytes, slot):
+                hosts = [self._chunk(*ring(peer), place) for peer in peers]
+                further = hosts[1] - hosts[0] if len(hosts) > 1 else 0
+                yield peers, place, Rows(hosts[0], first + offset, size, len(hosts), further, step)
+
+    def _cut(self, nbytes: int, slot: int) -> Iterator[tuple[int, int, int]]:
+        """A message as (chunk of the ring, offset, size): the same on both sides.
+
+        Messages of even and odd slots begin in different halves of the ring, so that one leaves while the one before
+        is still being read.
+        """
         size = chunk_bytes(nbytes)
+        first = slot % 2 * (self._slots // 2)
         for number, offset in enumerate(range(0, nbytes, size)):
-            yield number % self._slots, offset, min(size, nbytes - offset)
+            yield (first + number) % self._slots, offset, min(size, nbytes - offset)
 
     def free(self, peer: int, slot: int) -> None:
         """The receiver's own copy chose the place: nobody else writes there."""
@@ -291,3 +305,26 @@ class StagedLane(Lane):
     def close(self) -> None:
         self._pairs.release()
         self._ring.close()
+
+
+def _runs(messages: Sequence[Message]) -> list[tuple[range, int, list[torch.Tensor]]]:
+    """Messages in runs of consecutive peers with equal sizes at even, growing addresses; as (peers, slot, data).
+
+    Only where each is one chunk: then it needs nothing but that its receiver has read the last message of its slot,
+    and any order will do. Of longer ones a chunk waits until an earlier chunk was read, so that all ranks must keep to
+    the order they named them in.
+    """
+    runs: list[tuple[range, int, list[torch.Tensor]]] = []
+    if any(data.nbytes > _MOST_CHUNK for _, _, data in messages):
+        return [(range(peer, peer + 1), slot, [data]) for peer, slot, data in messages]
+    for peer, slot, data in sorted(messages, key=lambda message: message[0]):
+        if runs:
+            peers, their_slot, found = runs[-1]
+            step = data.data_ptr() - found[-1].data_ptr()
+            even = len(found) == 1 or step == found[-1].data_ptr() - found[-2].data_ptr()
+            alike = slot == their_slot and data.nbytes == found[-1].nbytes <= step
+            if peer == peers.stop and alike and even:
+                runs[-1] = range(peers.start, peer + 1), slot, [*found, data]
+                continue
+        runs.append((range(peer, peer + 1), slot, [data]))
+    return runs

@@ -15,7 +15,7 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,9 @@ from .. import errors
 
 _WAIT_32, _WRITE_32 = 1, 2  # CUstreamBatchMemOpType
 _OPERATION = struct.Struct("<iiQQIiQQ")  # type, padding, address, value, flags, padding, alias, padding
+_HOST, _DEVICE = 1, 2  # CUmemorytype
+# CUDA_MEMCPY2D. Of source and destination: x, y, type, padding, host, device, array, pitch. Then width and height.
+_ROWS = struct.Struct("<QQIIQQQQ" + "QQIIQQQQ" + "QQ")
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: int32(seen - value) >= 0, cyclic as ours
 _PORTABLE_AND_MAPPED = 1 | 2
 _NON_BLOCKING = 1
@@ -58,6 +61,7 @@ def _declare() -> dict[str, Any]:
         "cuMemHostUnregister": [c_void_p],
         "cuMemcpyDtoHAsync_v2": [c_void_p, c_uint64, c_size_t, c_void_p],
         "cuMemcpyHtoDAsync_v2": [c_uint64, c_void_p, c_size_t, c_void_p],
+        "cuMemcpy2DAsync_v2": [c_void_p, c_void_p],
         "cuStreamQuery": [c_void_p],
         "cuStreamCreateWithPriority": [ctypes.POINTER(c_void_p), c_uint32, c_int],
         "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(c_int)],
@@ -79,6 +83,7 @@ _driver = _declare()
 _write, _wait = _driver["cuStreamWriteValue32_v2"], _driver["cuStreamWaitValue32_v2"]
 _batch = _driver["cuStreamBatchMemOp_v2"]
 _record, _wait_event = _driver["cuEventRecord"], _driver["cuStreamWaitEvent"]
+_copy_rows = _driver["cuMemcpy2DAsync_v2"]
 _to_host, _to_device = _driver["cuMemcpyDtoHAsync_v2"], _driver["cuMemcpyHtoDAsync_v2"]
 
 
@@ -184,6 +189,43 @@ def to_device(stream: int, device: int, host: int, size: int) -> None:
     code = _to_device(device, host, size, stream)
     if code:
         _check(code)
+
+
+class Rows(NamedTuple):
+    """`height` rows of `size` bytes: the first at `host` and at `device`, each next one so many bytes further."""
+
+    host: int
+    device: int
+    size: int
+    height: int = 1
+    host_step: int = 0
+    device_step: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.height
+
+    @property
+    def _on_host(self) -> tuple[int, ...]:
+        return 0, 0, _HOST, 0, self.host, 0, 0, self.host_step
+
+    @property
+    def _on_device(self) -> tuple[int, ...]:
+        return 0, 0, _DEVICE, 0, 0, self.device, 0, self.device_step
+
+    def leave(self, stream: int) -> None:
+        """Copy them by a copy engine, device to host, as one operation in the order of `stream`."""
+        if self.height == 1:
+            to_host(stream, self.host, self.device, self.size)
+        else:
+            _check(_copy_rows(_ROWS.pack(*self._on_device, *self._on_host, self.size, self.height), stream))
+
+    def arrive(self, stream: int) -> None:
+        """The same, host to device."""
+        if self.height == 1:
+            to_device(stream, self.device, self.host, self.size)
+        else:
+            _check(_copy_rows(_ROWS.pack(*self._on_host, *self._on_device, self.size, self.height), stream))
 
 
 def register(address: int, size: int) -> None:
