@@ -30,11 +30,14 @@ from .operands import check_factors, dtype_name, output
 from .overlap import overlap
 from .produce import placed, product_of
 from .product import NoProduct
+from .program import ProgramCall
+from .program import run as run_program
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..collective.language import Program
     from ..fabric.base import Fabric, Lane
 
 OPERATOR = "matmul_reduce_scatter"
@@ -57,6 +60,7 @@ def matmul_reduce_scatter(
     group: Group | dist.ProcessGroup | DeviceMesh | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
+    program: Program | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> this rank's rows [M_r, N], bias and activation."""
@@ -76,7 +80,11 @@ def matmul_reduce_scatter(
     def execute(chosen: Plan, lane: Lane) -> None:
         run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen), on.fabric, lane)
 
-    perform(Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w), strategy, plan)
+    def execute_program(call: ProgramCall) -> None:
+        run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan), on.fabric)
+
+    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program)
+    perform(request, strategy, plan, program)
     return y
 
 

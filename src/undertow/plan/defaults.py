@@ -3,6 +3,7 @@
 serial     the whole product first; what moves is cut only to keep a link busy in both directions
 chunked    CHUNKS equal parts of the rows
 signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
+           (moved by a collective program: always of whole bands)
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _MOST_SERIAL = 8
 _CPU_BANDS = 16
 _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one product; ranks may differ in columns
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
-_RESERVED = {"net": 4, "peer": 4, "dma": 2}
-"""SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
+_PROGRAM_SHARE = "program"
+_RESERVED = {"net": 4, "peer": 4, "dma": 2, _PROGRAM_SHARE: 8}
+"""SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums; the CTAs of a program's kernel."""
 
 
 def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
@@ -35,6 +37,17 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
     if grain == "serial" and lane == "net":
         parts = 1
     return Plan(grain, lane, split(problem.m, max(1, min(parts, problem.m))))
+
+
+def program_plan(problem: Problem, lane: str, program: str, parcels: int | None = None) -> Plan:
+    """A signaled plan whose parcels a collective program moves: so many, or about PARCELS; always whole bands."""
+    plan = Plan("signaled", lane, ((0, 0),), tile=_tile(problem), order=problem.order, program=program)
+    plan = replace(plan, share=_share(problem, _PROGRAM_SHARE))
+    grid = problem.grid(plan)
+    bands = sum(grid.band_counts)
+    count = max(1, min(PARCELS, bands)) if parcels is None else parcels
+    bounds = [stop * grid.columns for _, stop in split(bands, count)]
+    return replace(plan, parcels=_parcels(bounds), group_bands=max(1, min(8, bands)))
 
 
 def _signaled(problem: Problem, lane: str) -> Plan:
