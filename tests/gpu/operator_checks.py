@@ -70,6 +70,22 @@ def operators_are_exact(group: ut.Group) -> None:
 
 
 @check
+def what_follows_is_right(group: ut.Group) -> None:
+    """Residual add, RMSNorm and LayerNorm fused with unpacking, packed and natural, against the reference."""
+    import norm_targets
+
+    packed_too = ((64, 512, 128), (1160, 264, 72), (130, 520, 40))  # few bands are packed
+    for operator in norm_targets.CALLS:
+        for number, kind in enumerate(norm_targets.KINDS):
+            for which, shape in enumerate(packed_too):
+                strategy = ("signaled:peer", "signaled:dma", "chunked:peer")[(number + which) % 3]
+                case = Case(operator, strategy, DTYPES[(number + which) % 2], shape, SEEDS[which % 2])
+                norm_targets.verify(group, case, kind, False)
+                torch.cuda.synchronize()
+                group.check()
+
+
+@check
 def programs_are_exact(group: ut.Group) -> None:
     """Library programs and a user's own as the communication, over `peer` (one kernel) and `dma` (the host walks)."""
     import program_targets

@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
 from ..fabric import timeline
+from .norm import After, unpack
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu")
-_FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
+FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 _HALVES = (torch.float16, torch.bfloat16)
 _CTAS = 16
 _loaded: set[tuple[object, ...]] = set()
@@ -32,21 +33,25 @@ _loaded: set[tuple[object, ...]] = set()
 
 @dataclass(frozen=True)
 class Finish:
-    """`bias` [N] or None, `activation` one of ACTIVATIONS; `ctas`: what a kernel may take beside a matmul."""
+    """`bias` [N] or None, `activation` one of ACTIVATIONS; `ctas`: what a kernel may take beside a matmul.
+
+    `after`: what follows needs whole rows, so all of it, bias and activation too, is done in the end.
+    """
 
     bias: torch.Tensor | None
     activation: str
     ctas: int = _CTAS
+    after: After | None = None
 
     @staticmethod
-    def of(bias: torch.Tensor | None, activation: str, plan: Plan) -> Finish:
+    def of(bias: torch.Tensor | None, activation: str, plan: Plan, after: After | None = None) -> Finish:
         """With the CTAs that the plan leaves to communication while a matmul runs."""
         beside = plan.grain == "signaled" and plan.share.communication_ctas is not None
-        return Finish(bias, activation, plan.share.communication_ctas or _CTAS if beside else _CTAS)
+        return Finish(bias, activation, plan.share.communication_ctas or _CTAS if beside else _CTAS, after)
 
     @property
     def nothing(self) -> bool:
-        return self.bias is None and self.activation == "none"
+        return self.bias is None and self.activation == "none" and self.after is None
 
     def sum(self, out: torch.Tensor, parts: Sequence[torch.Tensor], first: int = 0, finish: bool = True) -> None:
         """out = the sum of flat `parts`, finished unless told otherwise; `out[0]` is element `first` of the matrix."""
@@ -73,19 +78,27 @@ class Finish:
             self.sum(places[0], places[1:], 0, finish)
         _loaded.add(key)
 
-    def unpack(self, y: torch.Tensor, buffer: torch.Tensor, table: NDArray[np.int64] | torch.Tensor) -> None:
-        """y [rows, N] from a flat packed `buffer`, finished. On CUDA the table is a tensor on the device."""
-        if isinstance(table, torch.Tensor):
+    def unpack(
+        self,
+        y: torch.Tensor,
+        buffer: torch.Tensor,
+        table: NDArray[np.int64] | torch.Tensor,
+        tile: tuple[int, int] | None = None,
+    ) -> None:
+        """y [rows, N] from a flat buffer packed in tiles, finished. On CUDA the table is a tensor on the device."""
+        if self.after is not None:
+            self.after.finish(y, buffer, table, tile, self.bias, self.activation)
+        elif isinstance(table, torch.Tensor):
             _unpack_on_gpu(y, buffer, table, self.bias, self.activation)
-            return
-        for row, rows, column, columns, place, stride in table.tolist():
-            tile = buffer.as_strided((rows, columns), (stride, 1), buffer.storage_offset() + place)
-            y[row : row + rows, column : column + columns] = tile
-        self.apply(y)
+        else:
+            unpack(y, buffer, table)
+            self.apply(y)
 
     def apply(self, y: torch.Tensor) -> None:
         """In place, to a whole contiguous matrix."""
-        if not self.nothing:
+        if self.after is not None:
+            self.after.finish(y, y.view(-1), None, None, self.bias, self.activation)
+        elif not self.nothing:
             self.sum(y.view(-1), [y.view(-1)])
 
 
@@ -119,7 +132,7 @@ def _sum_on_cpu(
             total = (total.view(-1, columns) + bias).view(-1)
         else:
             total = total + bias[torch.arange(first, first + out.numel()) % columns]
-    out.copy_(_FUNCTIONS[activation](total) if activation != "none" else total)
+    out.copy_(FUNCTIONS[activation](total) if activation != "none" else total)
 
 
 def _sum_on_gpu(
