@@ -1,8 +1,10 @@
 """Parcels over a lane, one after the other: each rank sends its pieces to their owners and takes what is its own.
 
-    send      pieces[d] leaves for rank d                         (the sending half of an all-to-all or an all-gather)
-    receive   outs[s] = what rank s sent                          (the other half)
-    reduce    the sum of what all ranks have for me, in rank order: pieces leave, arrive, are combined
+    send      pieces[d] leaves for rank d                         (the sending half of an all-to-all)
+    share     the same piece leaves for everybody                 (the sending half of an all-gather)
+    receive   outs[s] = what rank s sent or shared                (the other half)
+    give      pieces[d] leaves for rank d, to be summed there     (the sending half of a reduce-scatter)
+    reduce    the sum of what all ranks have for me, in rank order
 
 Ranks name their peers in rotated order, so that no receiver is everybody's first, and every rank carries the same
 parcels in the same order: a lane's messages of two ranks then always meet. Two parcels may be under way at a time: a
@@ -52,20 +54,29 @@ class Carrier:
         """pieces[d] to rank d; the one for this rank stays."""
         self._lane.exchange(self._outgoing(_SEND, parcel, pieces), [])
 
-    def receive(self, parcel: int, outs: Sequence[torch.Tensor]) -> None:
-        """outs[s] = what rank s sent in this parcel; the one of this rank is left as it is."""
-        incoming = self._incoming(_SEND, parcel, [one.numel() for one in outs], outs)
+    def share(self, parcel: int, piece: torch.Tensor) -> None:
+        """The same to all others."""
+        outgoing = self._outgoing(_SEND, parcel, [piece] * self._size)
+        if outgoing:
+            one = outgoing[0]
+            self._lane.share([each.peer for each in outgoing], piece, one.buffer, one.start, one.slot)
+
+    def receive(self, parcel: int, outs: Sequence[torch.Tensor], shared: bool = False) -> None:
+        """outs[s] = what rank s sent in this parcel (or shared); the one of this rank is left as it is."""
+        incoming = self._incoming(_SEND, parcel, [one.numel() for one in outs], outs, shared)
         for one, view in zip(incoming, self._lane.exchange([], incoming), strict=True):
             if not self._lane.lands_anywhere:
                 outs[one.peer].copy_(view)
             self._lane.free(one.peer, one.slot)
 
-    def reduce(self, parcel: int, pieces: Sequence[torch.Tensor], combine: Combine) -> None:
-        """`combine(parts)` with what ranks 0, 1, ... have for this rank, unless it is nothing."""
-        mine = pieces[self._rank]
-        counts = [mine.numel()] * self._size
-        incoming = self._incoming(_REDUCE, parcel, counts, None)
-        arrived = self._lane.exchange(self._outgoing(_REDUCE, parcel, pieces), incoming)
+    def give(self, parcel: int, pieces: Sequence[torch.Tensor]) -> None:
+        """pieces[d] to rank d, which takes them by `reduce`; the one for this rank stays."""
+        self._lane.exchange(self._outgoing(_REDUCE, parcel, pieces), [])
+
+    def reduce(self, parcel: int, mine: torch.Tensor, combine: Combine) -> None:
+        """`combine(parts)` with what ranks 0, 1, ... have for this rank (here: `mine`), unless it is nothing."""
+        incoming = self._incoming(_REDUCE, parcel, [mine.numel()] * self._size, None)
+        arrived = self._lane.exchange([], incoming)
         if mine.numel() == 0:
             return
         parts = {self._rank: mine, **{one.peer: view for one, view in zip(incoming, arrived, strict=True)}}
@@ -82,7 +93,7 @@ class Carrier:
         return [Outgoing(peer, pieces[peer], self._symmetric, start, slot) for peer in ahead if pieces[peer].numel()]
 
     def _incoming(
-        self, kind: int, parcel: int, counts: Sequence[int], outs: Sequence[torch.Tensor] | None
+        self, kind: int, parcel: int, counts: Sequence[int], outs: Sequence[torch.Tensor] | None, shared: bool = False
     ) -> list[Incoming]:
         behind = [(self._rank - step) % self._size for step in range(1, self._size)]
         found = []
@@ -92,7 +103,7 @@ class Carrier:
                 into = None
                 if self._private is not None:
                     into = outs[peer] if outs is not None else self._private[start : start + counts[peer]]
-                found.append(Incoming(peer, self._symmetric, start, counts[peer], _slot(kind, parcel), into))
+                found.append(Incoming(peer, self._symmetric, start, counts[peer], _slot(kind, parcel), into, shared))
         return found
 
     def _place(self, kind: int, parcel: int, sender: int) -> int:

@@ -241,6 +241,7 @@ class Incoming:
     count: int
     slot: int
     into: torch.Tensor | None = None  # only where the lane `lands_anywhere`
+    shared: bool = False  # whether the sender used `share`
 
     def place(self) -> torch.Tensor:
         """Where the bytes go, if the receiver's own copy puts them there."""
@@ -286,6 +287,16 @@ class Lane(ABC):
         for one in outgoing:
             self.send(one.peer, one.source, needed(one.buffer), one.start, one.slot)
         return [self.receive(one.peer, needed(one.buffer), one.start, one.count, one.slot) for one in incoming]
+
+    def share(
+        self, peers: Sequence[int], source: torch.Tensor, buffer: SymmetricBuffer | None, start: int, slot: int
+    ) -> None:
+        """The same bytes to several peers, each as by `send`. A lane that stages them copies them out once.
+
+        Their messages pass those of `send`: the two keep no order between them.
+        """
+        for peer in peers:
+            self.exchange([Outgoing(peer, source, buffer, start, slot)], [])
 
     def flush(self) -> None:  # noqa: B027 - nothing to do where `send` completes in order
         """After this, in the caller's order, sources of earlier sends may be overwritten."""

@@ -11,6 +11,7 @@ import queue
 import re
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ import torch
 
 from .. import errors, settings
 from . import atomics, timeline
-from .base import Lane, SymmetricBuffer
+from .base import Lane, SymmetricBuffer, needed
 from .transfer import destination_address
 
 if TYPE_CHECKING:
@@ -87,20 +88,55 @@ class _Job:
     source: torch.Tensor  # held, so that it outlives the copy
 
 
+class _Engine:
+    """A thread that does one job after the other."""
+
+    def __init__(self, move: Callable[[_Job], None]) -> None:
+        self._move = move
+        self.jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._work, name="undertow-dma", daemon=True)
+        self._thread.start()
+
+    def flush(self) -> None:
+        done = threading.Event()
+        self.jobs.put(done)
+        while not done.wait(0.05):  # in slices, so that Ctrl-C arrives
+            pass
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def close(self) -> None:
+        self.jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            if isinstance(job, threading.Event):
+                job.set()
+            elif self._error is None:
+                try:
+                    self._move(job)
+                except Exception as error:  # a lost rank, as a rule; handed to `flush`, whatever it is
+                    self._error = error
+
+
 class DmaLane(Lane):
-    """Copies by a helper thread; `send` returns at once."""
+    """Copies by helper threads; `send` returns at once.
+
+    Two threads, for messages and for what is shared: one that waits for room must not hold back the other. Both
+    together are no faster than the pace.
+    """
 
     name = "dma"
 
     def __init__(self, fabric: CpuFabric) -> None:
-        self._group = fabric.group
         self._pairs = fabric.handoffs()
         self.pace = Pace.parse(settings.DMA_PACE.get())
         self._link_free = 0.0
-        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._work, name="undertow-dma", daemon=True)
-        self._thread.start()
+        self._link = threading.Lock()
+        self._sending, self._sharing = _Engine(self._move), _Engine(self._move)
 
     @property
     def emulated(self) -> bool:  # type: ignore[override]
@@ -111,7 +147,14 @@ class DmaLane(Lane):
         return f"memcpy into shared memory by a helper thread{paced}"
 
     def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
-        self._jobs.put(_Job(peer, slot, destination_address(buffer, peer, start, source), source))
+        self._sending.jobs.put(_Job(peer, slot, destination_address(buffer, peer, start, source), source))
+
+    def share(
+        self, peers: Sequence[int], source: torch.Tensor, buffer: SymmetricBuffer | None, start: int, slot: int
+    ) -> None:
+        for peer in peers:
+            address = destination_address(needed(buffer), peer, start, source)
+            self._sharing.jobs.put(_Job(peer, slot, address, source))
 
     def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
         self._pairs.accept(peer, slot)
@@ -121,42 +164,32 @@ class DmaLane(Lane):
         self._pairs.free(peer, slot)
 
     def flush(self) -> None:
-        done = threading.Event()
-        self._jobs.put(done)
-        while not done.wait(0.05):  # in slices, so that Ctrl-C arrives
-            pass
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        self._sending.flush()
+        self._sharing.flush()
 
     def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            if isinstance(job, threading.Event):
-                job.set()
-            elif self._error is None:
-                try:
-                    self._move(job)
-                except Exception as error:  # a lost rank, as a rule; handed to `flush`, whatever it is
-                    self._error = error
+        self._sending.close()
+        self._sharing.close()
 
     def _move(self, job: _Job) -> None:
         self._pairs.claim(job.peer, job.slot)
         with timeline.event("copy", engine=self.name, bytes=job.source.nbytes, to=job.peer):
-            begin = time.perf_counter()
-            if self.pace:
-                begin = max(begin, self._link_free) + self.pace.latency
+            begin = self._reserve(job.source.nbytes)
             for offset in range(0, job.source.nbytes, _BLOCK):
                 size = min(_BLOCK, job.source.nbytes - offset)
                 atomics.copy(job.address + offset, job.source.data_ptr() + offset, size)
                 if self.pace:
                     _sleep_until(begin + (offset + size) / self.pace.bandwidth)
-            if self.pace:
-                self._link_free = begin + job.source.nbytes / self.pace.bandwidth
         self._pairs.deliver(job.peer, job.slot)
+
+    def _reserve(self, nbytes: int) -> float:
+        """When the emulated link begins with these bytes: after what was reserved before, and its latency."""
+        begin = time.perf_counter()
+        if self.pace:
+            with self._link:
+                begin = max(begin, self._link_free) + self.pace.latency
+                self._link_free = begin + nbytes / self.pace.bandwidth
+        return begin
 
 
 def _sleep_until(moment: float) -> None:

@@ -1,12 +1,14 @@
-"""The proxy's `net` path: a header and the bytes as two messages to the other rank's proxy, on a Gloo group of its own.
+"""The proxy's `net` path: a header, then the bytes in pieces, to the other rank's proxy, on a Gloo group of its own.
 
 The receiver does not know what comes next, so a second thread waits for a header from anybody. A GPU's bytes pass
-through pinned host memory on both sides.
+through pinned host memory on both sides, which is made once: pinning memory may wait for kernels, and those of this
+rank may be waiting for the proxy.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 _HEADER_TAG, _BYTES_TAG = 0, 1
 _FIELDS = 4  # destination buffer, destination offset, byte count, signal index
 _GOODBYE = -1
+_PIECE = 4 << 20
 
 
 class NetDrain(Drain):
@@ -38,34 +41,47 @@ class NetDrain(Drain):
             from .stream_memory import new_stream
 
             self._stream = new_stream(proxy.group.device)
+            self._leaving, self._arriving = (torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2))
         self._receiver = threading.Thread(target=self._receive, name="undertow-proxy-net", daemon=True)
         self._receiver.start()
 
     def start(self, post: Post) -> None:
-        data = self._host_copy(post)
         header = [post.destination_buffer, post.destination_offset, post.byte_count, post.signal_index]
-        if post.destination_rank == self._group.rank:
-            self._deliver(header, data)
+        to, here = post.destination_rank, self._bytes(post.source_buffer, post.source_offset, post.byte_count)
+        if to == self._group.rank:
+            there = self._bytes(post.destination_buffer, post.destination_offset, post.byte_count)
+            for piece, source in zip(_pieces(there), _pieces(here), strict=True):
+                self._store(piece, self._on_host(source))  # a copy inside the card might need an SM that is taken
+            self._signal(post.signal_index)
             return
         with self._group.connected("the proxy's send"):
-            self._wire.send([torch.tensor(header)], post.destination_rank, _HEADER_TAG).wait()
-            if post.byte_count:
-                self._wire.send([data], post.destination_rank, _BYTES_TAG).wait()
+            self._wire.send([torch.tensor(header)], to, _HEADER_TAG).wait()
+            for piece in _pieces(here):
+                self._wire.send([self._on_host(piece)], to, _BYTES_TAG).wait()
 
     def progress(self) -> bool:
         return False
 
-    def _host_copy(self, post: Post) -> torch.Tensor:
-        """The posted bytes in host memory. The view is the CPU buffer itself: `send` has read it when it returns."""
-        flat = self._proxy.buffers[post.source_buffer].as_type(torch.uint8).local
-        view = flat[post.source_offset : post.source_offset + post.byte_count]
+    def _bytes(self, buffer: int, offset: int, size: int) -> torch.Tensor:
+        """A range of an attached buffer of this rank."""
+        return self._proxy.buffers[buffer].as_type(torch.uint8).local[offset : offset + size]
+
+    def _on_host(self, piece: torch.Tensor) -> torch.Tensor:
+        """The bytes in host memory: those of the CPU buffer itself, as a send has read them when it returns."""
         if self._stream is None:
-            return view
-        with torch.cuda.stream(self._stream):
-            host = torch.empty(post.byte_count, dtype=torch.uint8, pin_memory=True)
-            host.copy_(view, non_blocking=True)
-        self._stream.synchronize()
+            return piece
+        host = self._leaving[: piece.numel()]
+        self._store(host, piece)
         return host
+
+    def _store(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy, and be done when this returns: the memory on the host side is used again."""
+        if self._stream is None:
+            to.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+        self._stream.synchronize()
 
     def _receive(self) -> None:
         if self._proxy.on_device:
@@ -92,30 +108,26 @@ class NetDrain(Drain):
             if fields[0] == _GOODBYE:
                 remaining -= 1
                 continue
-            data = torch.empty(fields[2], dtype=torch.uint8, pin_memory=self._proxy.on_device)
-            if fields[2]:
-                self._wire.recv([data], work._source_rank(), _BYTES_TAG).wait()
-            self._deliver(fields, data)
+            buffer, offset, size, signal = fields
+            there = self._bytes(buffer, offset, size)
+            for piece in _pieces(there):
+                arrived = self._arriving[: piece.numel()] if self._stream is not None else piece
+                self._wire.recv([arrived], work._source_rank(), _BYTES_TAG).wait()
+                if self._stream is not None:
+                    self._store(piece, arrived)
+            self._signal(signal)
 
-    def _deliver(self, fields: list[int], data: torch.Tensor) -> None:
-        """Bytes first, then the signal, which releases them."""
-        buffer, offset, size, signal = fields
-        flat = self._proxy.buffers[buffer].as_type(torch.uint8).local
-        if self._stream is None:
-            flat[offset : offset + size].copy_(data)
-        else:
-            with torch.cuda.stream(self._stream):
-                flat[offset : offset + size].copy_(data, non_blocking=True)
-            self._stream.synchronize()  # `data` may go
-        if signal == ring_layout.NO_SIGNAL:
+    def _signal(self, index: int) -> None:
+        """Say that one more transfer has arrived; releases its bytes."""
+        if index == ring_layout.NO_SIGNAL:
             return
         if self._stream is None:
-            self._arrivals.advance(signal, atomics.store)
+            self._arrivals.advance(index, atomics.store)
             return
         from .stream_memory import write
 
         stream = self._stream.cuda_stream
-        self._arrivals.advance(signal, lambda address, count: write(stream, address, count))
+        self._arrivals.advance(index, lambda address, count: write(stream, address, count))
 
     def close(self) -> None:
         if self._group.failed:
@@ -128,3 +140,9 @@ class NetDrain(Drain):
         while self._receiver.is_alive():  # a receive from anybody does not end when one of them dies
             self._receiver.join(0.05)
             self._group.check()
+
+
+def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Bytes in the order in which they travel: as many messages on both sides."""
+    for start in range(0, flat.numel(), _PIECE):
+        yield flat[start : start + _PIECE]

@@ -79,6 +79,7 @@ class Proxy:
             self.address = self._memory.data_ptr()
             #: counter of tickets, in device memory because not every link has atomics
             self.head = torch.zeros(1, dtype=torch.int32, device=fabric.group.device)
+            self._load_wait(fabric)
         else:
             self._memory = Segment.create(size, "a proxy ring")
             self.address = self._memory.address
@@ -90,6 +91,11 @@ class Proxy:
         self._thread = threading.Thread(target=self._run, name="undertow-proxy", daemon=True)
         self._thread.start()
         fabric.adopt(self)
+
+    def _load_wait(self, fabric: Fabric) -> None:
+        """Have the kernel of `wait` loaded: behind posting kernels that wait for room, loading might wait for them."""
+        self._wait_on_device(self.head, 0)
+        fabric.settle()
 
     def _make_drain(self, fabric: Fabric, lane: str) -> Drain:
         if lane == "net":
@@ -150,12 +156,18 @@ class Proxy:
         if torch.cuda.is_current_stream_capturing():
             must = "outside a capture, where each replay would need another count; use epochs in the kernel"
             raise errors.InvalidArgument(argument="the call", was="inside a CUDA graph capture", must=must)
+        from .cuda import CudaFabric
+
+        fabric = self.group.fabric
+        assert isinstance(fabric, CudaFabric)
+        self._wait_on_device(fabric.signal_word(self.signals, index), count)
+
+    def _wait_on_device(self, word: torch.Tensor, count: int) -> None:
         from ..kernels.signals import wait_kernel
         from .cuda import CudaFabric
 
         fabric = self.group.fabric
         assert isinstance(fabric, CudaFabric)
-        word = fabric.signal_word(self.signals, index)
         deadline = int(self.group.deadline * 1e9)
         wait_kernel[(1,)](word, count, fabric.guard.abort, fabric.guard.error, deadline, num_warps=1)
 

@@ -137,19 +137,23 @@ def run(
             if count:
                 lane.all_reduce(buffer[offset : offset + count])
             return
-        pieces = parts(parcel)
-        mine = pieces[rank]
-        first = offset + split(count, size)[rank][0]
-        carrier.reduce(parcel, pieces, lambda found: finish.sum(mine, found, first, finishes_parts))
-        carrier.send(parcel, [mine] * size)
+        carrier.give(parcel, parts(parcel))
+
+    def combine(parcel: int) -> None:
+        """My part of the parcel: summed here, and handed to all."""
+        offset, count = parcels[parcel]
+        start, stop = split(count, size)[rank]
+        mine = buffer[offset + start : offset + stop]
+        carrier.reduce(parcel, mine, lambda found: finish.sum(mine, found, offset + start, finishes_parts))
+        carrier.share(parcel, mine)
 
     def collect(parcel: int) -> None:
-        carrier.receive(parcel, parts(parcel))
+        carrier.receive(parcel, parts(parcel), shared=True)
 
     if not whole:
         finish.load(y, size, finishes_parts)
     product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
-    overlap(fabric, lane, plan, product, carry, None if whole else collect, len(parcels))
+    overlap(fabric, lane, plan, product, carry, () if whole else (combine, collect), len(parcels))
     if packed:
         key = ("unpack", problem.key, plan.digest)
         finish.unpack(y, buffer, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan)), plan.tile)

@@ -151,7 +151,7 @@ def run(
 
     epilogue = None if finish.nothing else finish
     product = product_of(fabric, problem, plan, x, w, buffer, epilogue) if compute else NoProduct()
-    overlap(fabric, lane, plan, product, carry, collect, len(plan.parcels))
+    overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels))
     if packed:
         key = ("unpack", tuple(map(tuple, matrix)), n, plan.digest, rank)
         table = placed(fabric, key, lambda: reorder.arriving_table(matrix, n, plan, rank))

@@ -123,14 +123,20 @@ def run(
     result = y.new_empty(y.numel()) if packed else y.view(-1)
     carrier = Carrier(fabric, lane, y, max((count for parcel in pieces for _, count in parcel), default=0))
 
+    def parts(parcel: int) -> list[torch.Tensor]:
+        return [buffer[offset : offset + count] for offset, count in pieces[parcel]]
+
     def carry(parcel: int) -> None:
-        parts = [buffer[offset : offset + count] for offset, count in pieces[parcel]]
-        mine = result[places[parcel] : places[parcel] + parts[rank].numel()]
-        carrier.reduce(parcel, parts, lambda found: finish.sum(mine, found, pieces[parcel][rank][0], finishes_parts))
+        carrier.give(parcel, parts(parcel))
+
+    def combine(parcel: int) -> None:
+        here = parts(parcel)[rank]
+        mine = result[places[parcel] : places[parcel] + here.numel()]
+        carrier.reduce(parcel, here, lambda found: finish.sum(mine, found, pieces[parcel][rank][0], finishes_parts))
 
     finish.load(y, fabric.group.size, finishes_parts)
     product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
-    overlap(fabric, lane, plan, product, carry, None, len(pieces))
+    overlap(fabric, lane, plan, product, carry, (combine,), len(pieces))
     if packed:
         key = ("unpack", problem.key, plan.digest, rank)
         finish.unpack(

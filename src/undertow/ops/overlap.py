@@ -2,17 +2,18 @@
 
     caller          | start | reach 0 | reach 1 | reach 2 | ...                              | join
     communication             | await 0, carry 0 | await 1, carry 1 | ...
-    collecting                          | collect 0 | collect 1 | ...
+    following 1                         | first 0 | first 1 | ...
+    following 2                                    | second 0 | second 1 | ...
 
-`carry` sends a parcel and, where it is reduced, sums what came; `collect` takes what others send of the same parcel.
-They are apart so that a parcel's sums can leave while the next parcel's pieces arrive. All ranks carry the same parcels
-in the same order.
+`carry` sends a parcel; what has to be done with the same parcel afterwards (take what others sent, sum it and hand the
+sum on, take the others' sums) are `followers`. Each has a stream of its own, so that a parcel leaves while the one
+before is summed and the one before that arrives. All ranks carry the same parcels in the same order.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import UndertowError
@@ -27,11 +28,11 @@ Step = Callable[[int], None]
 
 
 def overlap(
-    fabric: Fabric, lane: Lane, plan: Plan, product: Product, carry: Step, collect: Step | None, parcels: int
+    fabric: Fabric, lane: Lane, plan: Plan, product: Product, carry: Step, followers: Sequence[Step], parcels: int
 ) -> None:
     """Compute and carry all parcels; on return (CUDA: in the order of the current stream) everything has arrived."""
     with half_way(fabric.group):
-        _overlap(fabric, lane, plan, product, carry, collect, parcels)
+        _overlap(fabric, lane, plan, product, carry, followers, parcels)
 
 
 @contextlib.contextmanager
@@ -51,27 +52,25 @@ def give_up(group: Group, error: Exception) -> None:
 
 
 def _overlap(
-    fabric: Fabric, lane: Lane, plan: Plan, product: Product, carry: Step, collect: Step | None, parcels: int
+    fabric: Fabric, lane: Lane, plan: Plan, product: Product, carry: Step, followers: Sequence[Step], parcels: int
 ) -> None:
     lane.limit(plan.share.communication_ctas)
     if plan.grain == "serial" and parcels == 1:
         product.start()
-        carry(0)
-        if collect is not None:
-            collect(0)
+        for step in (carry, *followers):
+            step(0)
         lane.flush()
         return
     priority = plan.share.communication_priority
     communication = fabric.stream("communication", priority=priority)
-    collecting = fabric.stream("collecting", priority=priority) if collect is not None else None
+    following = [fabric.stream(f"following {number}", priority=priority) for number in range(1, len(followers) + 1)]
     try:
         if plan.grain == "signaled":
             product.prepare()
         else:
             product.start()
-        communication.fork()
-        if collecting is not None:
-            collecting.fork()
+        for stream in (communication, *following):
+            stream.fork()
         if plan.grain == "signaled":
             product.start()
         for parcel in range(parcels):
@@ -84,25 +83,24 @@ def _overlap(
                 carry(parcel)
 
             communication.run(sent)
-            if collecting is not None and collect is not None:
-                collecting.run(lambda parcel=parcel: collect(parcel))  # type: ignore[misc]
+            for stream, step in zip(following, followers, strict=True):
+                stream.run(lambda step=step, parcel=parcel: step(parcel))  # type: ignore[misc]
     except Exception as error:  # an interrupt does not wait for anybody
         give_up(fabric.group, error)
-        join(fabric.group, communication, collecting)
+        join(fabric.group, communication, *following)
         raise
-    join(fabric.group, communication, collecting)
+    join(fabric.group, communication, *following)
     lane.flush()
 
 
-def join(group: Group, *streams: Stream | None) -> None:
+def join(group: Group, *streams: Stream) -> None:
     """What follows comes after all of them. Raises what the first of them raised; then the others wait for nobody."""
     first: Exception | None = None
     for stream in streams:
-        if stream is not None:
-            try:
-                stream.join()
-            except Exception as error:
-                give_up(group, error)
-                first = first or error
+        try:
+            stream.join()
+        except Exception as error:
+            give_up(group, error)
+            first = first or error
     if first is not None:
         raise first

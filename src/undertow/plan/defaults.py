@@ -21,9 +21,9 @@ _MOST_SERIAL = 8
 _CPU_BANDS = 16
 _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one product; ranks may differ in columns
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
-_PROGRAM_SHARE = "program"
-_RESERVED = {"net": 4, "peer": 4, "dma": 2, _PROGRAM_SHARE: 8}
-"""SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums; the CTAs of a program's kernel."""
+_RESERVED = {"net": 4, "peer": 4, "dma": 2}
+"""SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
+_PROGRAM_CTAS = 8
 
 
 def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
@@ -41,8 +41,11 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
 
 def program_plan(problem: Problem, lane: str, program: str, parcels: int | None = None) -> Plan:
     """A signaled plan whose parcels a collective program moves: so many, or about PARCELS; always whole bands."""
-    plan = Plan("signaled", lane, ((0, 0),), tile=_tile(problem), order=problem.order, program=program)
-    plan = replace(plan, share=_share(problem, _PROGRAM_SHARE))
+    share = Share()
+    if problem.device == "cuda":  # every CTA of a program must run at once, each on an SM that the matmul leaves free
+        ctas = max(1, min(_PROGRAM_CTAS, problem.multiprocessors // 4))
+        share = Share(multiprocessors=max(1, problem.multiprocessors - ctas), communication_ctas=ctas)
+    plan = Plan("signaled", lane, ((0, 0),), share, _tile(problem), order=problem.order, program=program)
     grid = problem.grid(plan)
     bands = sum(grid.band_counts)
     count = max(1, min(PARCELS, bands)) if parcels is None else parcels
