@@ -28,6 +28,7 @@ ACTIVATIONS = ("none", "relu", "gelu", "silu")
 FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 _HALVES = (torch.float16, torch.bfloat16)
 _CTAS = 16
+_BLOCK = 32 << 10  # elements that are summed and finished at a time on a CPU
 _loaded: set[tuple[object, ...]] = set()
 
 
@@ -121,18 +122,28 @@ def finish_text(bias: torch.Tensor | None, activation: str) -> str:
 def _sum_on_cpu(
     out: torch.Tensor, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, activation: str, first: int
 ) -> None:
-    total = parts[0].to(torch.float32 if out.dtype in _HALVES else out.dtype)
-    if len(parts) > 1:
-        total = torch.add(total, parts[1])
-        for part in parts[2:]:
-            total += part
-    if bias is not None:
-        columns = bias.numel()
-        if first % columns == 0 and out.numel() % columns == 0:  # whole rows
-            total = (total.view(-1, columns) + bias).view(-1)
-        else:
-            total = total + bias[torch.arange(first, first + out.numel()) % columns]
-    out.copy_(FUNCTIONS[activation](total) if activation != "none" else total)
+    """In place, or a block at a time: the core that sums also computes, and what leaves its cache costs it twice."""
+    if len(parts) == 2 and bias is None and activation == "none":
+        torch.add(parts[0], parts[1], out=out)  # two 16-bit numbers: in fp32 and rounded once, too
+        return
+    total = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32 if out.dtype in _HALVES else out.dtype)
+    for start in range(0, out.numel(), _BLOCK):
+        block = slice(start, min(start + _BLOCK, out.numel()))
+        here = total[: block.stop - start].copy_(parts[0][block])
+        for part in parts[1:]:
+            here += part[block]
+        if bias is not None:
+            here += _repeated(bias, first + start, len(here))
+        out[block] = FUNCTIONS[activation](here) if activation != "none" else here
+
+
+def _repeated(bias: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """The bias of elements [first, first + count) of a matrix."""
+    columns = bias.numel()
+    before, rows = first % columns, -(-(first % columns + count) // columns)
+    if rows == 1:
+        return bias[before : before + count]
+    return bias.repeat(rows)[before : before + count]
 
 
 def _sum_on_gpu(

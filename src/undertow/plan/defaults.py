@@ -18,7 +18,9 @@ CHUNKS = 4
 PARCELS = 8
 _PIPELINED_BYTES = 16 << 20  # a serial result is cut into parts of about so many bytes
 _MOST_SERIAL = 8
-_CPU_BANDS = 16
+_CPU_BANDS = 32
+_CPU_WEIGHTS = (2, 3, 5, 6, 6, 5, 3, 2)
+"""Of a CPU's parcels: the link starts early, and little is left when the matmul ends. Equal ones on a GPU, for now."""
 _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one product; ranks may differ in columns
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
 _RESERVED = {"net": 4, "peer": 4, "dma": 2}
@@ -48,8 +50,8 @@ def program_plan(problem: Problem, lane: str, program: str, parcels: int | None 
     plan = Plan("signaled", lane, ((0, 0),), share, _tile(problem), order=problem.order, program=program)
     grid = problem.grid(plan)
     bands = sum(grid.band_counts)
-    count = max(1, min(PARCELS, bands)) if parcels is None else parcels
-    bounds = [stop * grid.columns for _, stop in split(bands, count)]
+    stops = _stops(problem, bands) if parcels in (None, PARCELS) else [stop for _, stop in split(bands, parcels)]
+    bounds = [stop * grid.columns for stop in stops]
     return replace(plan, parcels=_parcels(bounds), group_bands=max(1, min(8, bands)))
 
 
@@ -66,10 +68,17 @@ def _signaled(problem: Problem, lane: str) -> Plan:
         return replace(plan, parcels=_parcels(bounds), group_bands=group)
     bands = sum(grid.band_counts)
     if bands >= PARCELS // 2:
-        bounds = [stop * grid.columns for _, stop in split(bands, min(PARCELS, bands))]
+        bounds = [stop * grid.columns for stop in _stops(problem, bands)]
         return replace(plan, parcels=_parcels(bounds), group_bands=group)
     bounds = [stop for _, stop in split(grid.tiles, max(1, min(PARCELS, grid.tiles)))]
     return replace(plan, parcels=_parcels(bounds), group_bands=group, layout="packed")
+
+
+def _stops(problem: Problem, bands: int) -> list[int]:
+    """Where about PARCELS parcels of so many bands end."""
+    if problem.device == "cpu" and bands >= 2 * PARCELS:
+        return [bands * sum(_CPU_WEIGHTS[: one + 1]) // sum(_CPU_WEIGHTS) for one in range(PARCELS)]
+    return [stop for _, stop in split(bands, max(1, min(PARCELS, bands)))]
 
 
 def _share(problem: Problem, lane: str) -> Share:
