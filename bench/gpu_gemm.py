@@ -5,7 +5,11 @@ with exact integers first, and its counters with the tiles of each parcel.
 
 - plain: no counters, natural layout; signaled: one add for each tile, natural layout; packed: signaled, and the tiles
   of a parcel contiguous;
-- unpack: the kernel on its own. Packing costs (packed - plain) and what unpacking adds to the kernel it is fused into.
+- packed only: as packed, without counters; unpack: the kernel on its own;
+- norm: residual add and RMSNorm of the ordinary matrix; norm with unpack: the same kernel reading the packed buffer.
+
+The cost of packing is (packed - plain) + (norm with unpack - norm), as a share of the plain matmul; beside it the same
+without the counters.
 
     PYTHONPATH=src python bench/gpu_gemm.py [--m ...] [--k ...] [--out FILE.json]
 """
@@ -27,6 +31,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from undertow.fabric.environment import environment
 from undertow.kernels import combine, gemm
+from undertow.ops.norm import After
 from undertow.plan import reorder
 from undertow.plan.plan import Plan
 from undertow.plan.problem import Problem
@@ -36,6 +41,7 @@ TILE, BLOCK_K = (128, 256), 64
 PARCELS = 8
 CALLS, ROUNDS = 8, 6
 DEVICE = torch.device("cuda")
+MEMORY_BOUND = ("unpack", "norm", "norm with unpack")
 
 
 def plan_of(problem: Problem, layout: str) -> Plan:
@@ -92,6 +98,33 @@ class Variant:
         )  # fmt: skip
 
 
+def norms(variants: dict[str, Variant], c: torch.Tensor, y: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """Residual add and RMSNorm, of the ordinary matrix and of the packed one; both give the same bits."""
+    norm = torch.nn.RMSNorm(N, eps=1e-5, device=DEVICE, dtype=torch.bfloat16).requires_grad_(False)
+    residual = torch.zeros_like(c)
+    after = After.of(residual, norm, y)
+    assert after is not None
+    calls: dict[str, Callable[[], object]] = {
+        "norm": lambda: after.finish(y, c.view(-1), None, None, None, "none"),
+        "norm with unpack": lambda: after.finish(y, c.view(-1), variants["packed"].unpacking, TILE, None, "none"),
+    }
+    found = []
+    for gemm_name, norm_name in (("plain", "norm"), ("packed", "norm with unpack")):
+        y.fill_(float("nan"))
+        residual.fill_(1.0)
+        variants[gemm_name].launch()
+        calls[norm_name]()
+        found.append((y.clone(), residual.clone()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)), "unpacking changes the norm"
+    residual.zero_()
+    return calls
+
+
+def packing_cost(median: dict[str, float], packed: str = "packed") -> float:
+    """(packed - plain GEMM) + (norm with unpack - plain norm), as a share of the plain GEMM."""
+    return (median[packed] - median["plain"] + median["norm with unpack"] - median["norm"]) / median["plain"]
+
+
 def sampler(call: Callable[[], object]) -> Callable[[], float]:
     """Seconds of one call, from a graph of several."""
     call()
@@ -126,13 +159,14 @@ def measure(m: int, k: int) -> dict[str, Any]:
         "plain": Variant(a, b, c, problem, "natural", False),
         "signaled": Variant(a, b, c, problem, "natural", True),
         "packed": Variant(a, b, c, problem, "packed", True),
+        "packed only": Variant(a, b, c, problem, "packed", False),
     }
     for one in variants.values():
         one.check(c, want)
     packed = variants["packed"]
     calls: dict[str, Callable[[], object]] = {
         "cuBLAS": lambda: torch.mm(a, b.t(), out=c), **{name: one.launch for name, one in variants.items()},
-        "unpack": lambda: packed.unpack(y, c),
+        "unpack": lambda: packed.unpack(y, c), **norms(variants, c, y),
     }  # fmt: skip
     ready = {name: sampler(call) for name, call in calls.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ready}
@@ -154,13 +188,18 @@ def main() -> None:
     for m, k in itertools.product(*([int(one) for one in text.split(",")] for text in (options.m, options.k))):
         found.append(measure(m, k))
         median = found[-1]["median"]
-        rates = {name: median["cuBLAS"] / took for name, took in median.items() if name != "unpack"}
+        rates = {name: median["cuBLAS"] / median[name] for name in ("plain", "signaled", "packed", "packed only")}
         print(f"M {m:5} K {k:5}  cuBLAS {median['cuBLAS'] * 1e6:8.1f} us  "
               + "  ".join(f"{name} {rate:.3f}" for name, rate in rates.items())
-              + f"  unpack {median['unpack'] * 1e6:.1f} us", flush=True)  # fmt: skip
+              + "  " + "  ".join(f"{name} {median[name] * 1e6:.1f} us" for name in MEMORY_BOUND)
+              + f"  packing {packing_cost(median):.2%}, without counters {packing_cost(median, 'packed only'):.2%}",
+              flush=True)  # fmt: skip
     for name in ("plain", "signaled", "packed"):
         rates = [one["median"]["cuBLAS"] / one["median"][name] for one in found]
         print(f"{name}: geometric mean {math.exp(statistics.mean(map(math.log, rates))):.3f} of cuBLAS")
+    for m in sorted({one["m"] for one in found}):
+        costs = [packing_cost(one["median"]) for one in found if one["m"] == m]
+        print(f"M {m}: packing and unpacking cost {statistics.mean(costs):.2%} of the matmul, at most {max(costs):.2%}")
     if options.out:
         facts = environment({"link": "none: one process, whole card", "ranks": 1})
         options.out.write_text(json.dumps({"shapes": found, "environment": facts}, indent=1, default=str) + "\n")

@@ -70,6 +70,87 @@ def operators_are_exact(group: ut.Group) -> None:
 
 
 @check
+def what_follows_is_right(group: ut.Group) -> None:
+    """Residual add, RMSNorm and LayerNorm fused with unpacking, packed and natural, against the reference."""
+    import norm_targets
+
+    packed_too = ((64, 512, 128), (1160, 264, 72), (130, 520, 40))  # few bands are packed
+    for operator in norm_targets.CALLS:
+        for number, kind in enumerate(norm_targets.KINDS):
+            for which, shape in enumerate(packed_too):
+                strategy = ("signaled:peer", "signaled:dma", "chunked:peer")[(number + which) % 3]
+                case = Case(operator, strategy, DTYPES[(number + which) % 2], shape, SEEDS[which % 2])
+                norm_targets.verify(group, case, kind, False)
+                torch.cuda.synchronize()
+                group.check()
+
+
+@check
+def programs_are_exact(group: ut.Group) -> None:
+    """Library programs and a user's own as the communication, over `peer` (one kernel) and `dma` (the host walks)."""
+    import program_targets
+
+    for operator, programs in program_targets.PROGRAMS.items():
+        for number, program in enumerate(programs):
+            for lane in ("peer", "dma"):
+                for which, shape in enumerate(SHAPES):
+                    seed = SEEDS[(number + which) % len(SEEDS)]
+                    case = Case(operator, f"signaled:{lane}", DTYPES[which // 2], shape, seed)
+                    try:
+                        for _ in range(2):  # the second one on semaphores and counters that were used
+                            program_targets.verify(group, case, program)
+                        torch.cuda.synchronize()
+                        group.check()
+                    except Exception as error:
+                        raise AssertionError(f"{case} by {program.name}: {error}") from error
+
+
+@check
+def program_moves_before_the_matmul_ends(group: ut.Group) -> None:
+    """A chunk is in place on this rank while the matmul still computes: its last parcel is not counted yet."""
+    import program_targets
+
+    from undertow.fabric.timeline import Recorder, recording
+
+    rows = 4096
+    x = torch.ones(rows, 4096, dtype=torch.bfloat16, device=group.device)
+    w = torch.ones(4096, 4096, dtype=torch.bfloat16, device=group.device)
+    for program in program_targets.PROGRAMS["matmul_all_reduce"]:
+        for turn in range(2):
+            recorder = Recorder(group.rank, "cuda")
+            settle(group)
+            with recording(recorder):
+                ut.matmul_all_reduce(x, w, group=group, program=program, strategy="signaled:dma")
+                torch.cuda.synchronize()
+            if turn == 0:
+                continue  # kernels were compiled, tables uploaded
+            events = recorder.timeline().events
+            computed = max(one.end_ns for one in events if one.name == "matmul")
+            copies = [one for one in events if one.name.startswith("copy")]
+            early = sum(one.end_ns < computed for one in copies)
+            assert early > 0, f"{program.name}: none of {len(copies)} copies was over before the matmul's end"
+
+
+@check
+def captured_programs_replay(group: ut.Group) -> None:
+    """1000 replays with new inputs, a rank's host or device delayed now and then."""
+    import program_targets
+    from gpu_checks import _replay
+
+    program = program_targets.mine
+    case = Case("matmul_all_reduce", "signaled:peer", torch.bfloat16, (512, 512, 128), SEEDS[1])
+    xs, ws = matmul_suite._factors(group, case)
+    want = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(torch.bfloat16)
+    x, w = xs[group.rank].clone(), ws[group.rank]
+    y = torch.empty(512, 512, dtype=torch.bfloat16, device=group.device)
+
+    def call() -> None:
+        ut.matmul_all_reduce(x, w, group=group, program=program, strategy="signaled:peer", out=y)
+
+    _replay(group, "a program", x, y, call, want)
+
+
+@check
 def captured_signaled_calls_replay(group: ut.Group) -> None:
     """1000 replays with new inputs, a rank's host or device delayed now and then."""
     from gpu_checks import _replay

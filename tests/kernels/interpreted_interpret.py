@@ -31,6 +31,8 @@ from undertow.collective.cuda_kernels import idle_code, kernel_variant, straight
 from undertow.collective.language import Trace, program
 from undertow.collective.schedule import Schedule
 from undertow.collective.straight import rows, straighten
+from undertow.collective.tied import tie
+from undertow.collective.topology import Topology
 from undertow.fabric.base import poison
 from undertow.kernels import interpret, packets, pieces, straight
 
@@ -341,6 +343,17 @@ def test_parcels_and_tiles_of_kernels() -> None:
     node.call(case, torch.float32, ready=3)
     told = [one.view(np.int32)[::32] for one in node.tiles]
     assert all((one[: schedule.contract.outputs[0]] == 2).all() for one in told), told
+
+
+@pytest.mark.parametrize("name", ["ring", "reduce_scatter_halving"])
+def test_programs_tied_to_a_matmul(name: str) -> None:
+    """As `matmul_all_reduce(..., program=)` runs them: one launch, chunks of the lengths that parcels have."""
+    program = LIBRARY[name]
+    schedule = tie(program, program.collective, Topology.flat(2), 2).schedule()
+    node = Node(schedule)
+    for one in node.parcels:
+        one.view(np.int32)[::32] = 1
+    node.call(make_case(schedule, 100, 2, 1), torch.bfloat16, ready=1)
 
 
 def test_counters_wrap() -> None:

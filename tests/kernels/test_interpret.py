@@ -58,6 +58,7 @@ GENERAL: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sums of 8": ("one_shot", 8, DIRECT),
     "copies": ("all_gather_doubling", 4, STAGED),
     "kernels": ("all_gather_ring", 4, {**STAGED, "ready": True, "needed": True}),
+    "sums of a kernel's tiles": ("ring", 4, {**STAGED, "ready": True}),
     "packets": ("ring", 4, PACKETS),
 }
 PROGRAMS = {**STRAIGHT, **GENERAL}

@@ -91,6 +91,10 @@ class Contract:
             in_place=None if self.in_place is None else tuple(one * grain for one in self.in_place),
         )
 
+    def cut_by_calls(self) -> Contract:
+        """The same where a call names the length of every chunk: each is a span of its own, in the same order."""
+        return replace(self, spans=self.spans * self.factor, factor=1)
+
     def class_lengths(self, span_lengths: Sequence[int], unit: int = 1) -> Ints:
         """Elements of each length class; cuts inside a span fall on multiples of `unit`."""
         if len(span_lengths) != self.spans:

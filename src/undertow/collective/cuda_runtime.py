@@ -132,12 +132,7 @@ class CudaExecutable:
         if self.schedule.packets and not self._packets_carry(source.dtype):
             self._without_packets().run(source, out, span_lengths, operation, parcels, tiles, tile)
             return
-        staged = self.schedule.staged
-        places = () if staged else (*self._place("source", source), *self._place("out", out))
-        key = (source.dtype, operation, tile, *span_lengths, *places)
-        call = self._calls.get(key)
-        if call is None:
-            call = self._calls[key] = self._prepare(source, out, tuple(span_lengths), operation, tile)
+        call = self.load(source, out, span_lengths, operation, tile)
         first = self._address("source", source, call.inputs)
         second = self._address("out", out, call.outputs)
         if torch.cuda.is_current_stream_capturing():
@@ -147,6 +142,22 @@ class CudaExecutable:
             self.ctas, self._stream(), *call.before, first, second, *call.after, self._guard.abort, self._guard.error,
             int(self._group.deadline * 1e9), *ends,
         )  # fmt: skip
+
+    def load(
+        self,
+        source: torch.Tensor | SymmetricBuffer,
+        out: torch.Tensor | SymmetricBuffer,
+        span_lengths: Sequence[int],
+        operation: str = "sum",
+        tile: int | None = None,
+    ) -> _Call:
+        """Have all on the GPU that such a call needs, before a kernel that it waits for is under way. Collective."""
+        places = () if self.schedule.staged else (*self._place("source", source), *self._place("out", out))
+        key = (source.dtype, operation, tile, *span_lengths, *places)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._calls[key] = self._prepare(source, out, tuple(span_lengths), operation, tile)
+        return call
 
     def close(self) -> None:
         """Free the semaphores and the workspace. No rank may be in a call any more, nor replay a graph of one."""

@@ -41,7 +41,7 @@ from .bind import (
     PIECE_ROW,
     PIECES,
 )
-from .schedule import MOVE
+from .schedule import MOVE, READY
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 NEAR, FAR = 0, 1  # lanes: between ranks of one node, between nodes
 PLACES, ONE, MEETING = range(3)  # what a lane holds before the receiver comes
 # Steps and what their number means. Flushes with LATER are for iterations from `depth` on.
-RUN, EXPECT, RECEIVE, FREE, FLUSH, FLUSH_LATER = range(6)  # instruction, message, message, message, lane, lane
+# instruction, message, message, message, parcel of a kernel, lane, lane
+RUN, EXPECT, RECEIVE, FREE, AWAIT, FLUSH, FLUSH_LATER = range(7)
 Operand = tuple[int, int]  # base, offset in elements
 _SPARES = 16  # chunks that wait to be sent and have no other memory; with more of them, a flush makes room
 
@@ -236,6 +237,8 @@ class _Steps:
     def run(self, at: int, lanes: Iterable[int]) -> None:
         """Instruction `at`, which sends by `lanes`."""
         one = self._schedule.instructions
+        if one.kind[at] == READY:
+            self.add(AWAIT, int(one.number[at]))
         if one.kind[at] != MOVE:
             return
         count = int(one.count[at])

@@ -6,6 +6,7 @@
             receive   wait for a message
             run       stores <- the sum of sources; what goes to another rank's staging is sent by a lane
             free      its place may be written again
+            await     a parcel of a kernel is complete
             flush     memory that earlier sends read may be written again
     flush
 
@@ -20,7 +21,7 @@ call of the same sizes comes before the capture, as it loads the kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,13 +36,14 @@ from .bind import FIRST_WORKSPACE, SCRATCH, bind, waits_for_kernels, workspace_b
 from .cpu_runtime import Whole
 from .lane_plan import Operand, Rows
 from .lane_sum import CTAS, OPERATIONS, Sum
+from .schedule import NEEDED
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric, Lane
     from .schedule import Schedule
 
 STRIDE = 1 << 20  # bytes of a message: transfers cost tens of microseconds to begin
-_MOST = 8 << 20  # what the staged dma lane holds of a message before its receiver comes
+MOST_BYTES = 8 << 20  # what the staged dma lane holds of a message before its receiver comes
 _KEPT = 512  # walks: sizes may differ from call to call
 _WORKSPACE, _SPARE = FIRST_WORKSPACE, FIRST_WORKSPACE + 1  # bases, after source and out
 
@@ -98,10 +100,11 @@ class LaneExecutable:
             raise InvalidArgument(argument="schedule", was="for target direct", must="compiled for target staged")
         if schedule.packets:
             raise InvalidArgument(argument="schedule", was="one of packets", must="compiled without: lanes signal")
-        if waits_for_kernels(schedule):
-            raise InvalidArgument(argument="schedule", was="tied to kernels", must="without ready and needed tiles")
-        if not 16 <= stride <= _MOST:
-            raise InvalidArgument(argument="stride", was=stride, must=f"between 16 and {_MOST} bytes")
+        if NEEDED in schedule.instructions.kind:
+            must = "without tile_needed: no lane tells a kernel"
+            raise InvalidArgument(argument="schedule", was="one that kernels wait for", must=must)
+        if not 16 <= stride <= MOST_BYTES:
+            raise InvalidArgument(argument="stride", was=stride, must=f"between 16 and {MOST_BYTES} bytes")
         self.schedule = schedule
         self.stride = stride - stride % 16
         self._group = group
@@ -137,8 +140,14 @@ class LaneExecutable:
         out: torch.Tensor | SymmetricBuffer,
         span_lengths: Sequence[int],
         operation: str = "sum",
+        ready: Callable[[int], None] | None = None,
     ) -> None:
-        """One call. `source` and `out` are contiguous; in place, both are parts of one memory as the contract says."""
+        """One call. `source` and `out` are contiguous; in place, both are parts of one memory as the contract says.
+
+        `ready(parcel)` waits for a kernel's parcel, in the order of the current stream, and acquires it.
+        """
+        if ready is None and waits_for_kernels(self.schedule):
+            raise InvalidArgument(argument="ready", was=None, must="given: the schedule waits for a kernel's parcels")
         if operation not in OPERATIONS:
             raise InvalidArgument(argument="operation", was=repr(operation), must=f"one of {', '.join(OPERATIONS)}")
         given = {"source": _flat("source", source), "out": _flat("out", out)}
@@ -160,7 +169,7 @@ class LaneExecutable:
         bases = (given["source"], given["out"], local, spare)
         with Whole(self._group):
             for iteration in range(bound.iterations):
-                self._iterate(bound, iteration, bases, space, operation)
+                self._iterate(bound, iteration, bases, space, operation, ready)
             self._flush(plan.NEAR)
             self._flush(plan.FAR)
 
@@ -185,6 +194,7 @@ class LaneExecutable:
         bases: tuple[torch.Tensor, ...],
         space: SymmetricBuffer | None,
         operation: str,
+        ready: Callable[[int], None] | None,
     ) -> None:
         depth = self.schedule.depth
         parity, first = iteration % depth, iteration * bound.tile
@@ -200,6 +210,10 @@ class LaneExecutable:
             if kind >= plan.FLUSH:
                 if kind == plan.FLUSH or iteration >= depth:
                     self._flush(found)
+                continue
+            if kind == plan.AWAIT:
+                assert ready is not None
+                ready(found)
                 continue
             count = min(bound.tile, found.elements - first)
             if count <= 0:
@@ -273,7 +287,7 @@ class LaneExecutable:
         for kind, number in self._walk.steps:
             if kind == plan.RUN:
                 steps.append((kind, self._pieces(rows, row_of[number], number)))
-            elif kind >= plan.FLUSH:
+            elif kind >= plan.AWAIT:
                 steps.append((kind, number))
             else:
                 one = self._walk.messages[number]

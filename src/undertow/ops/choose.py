@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidArgument
 from ..plan.defaults import default_plan
 from ..plan.plan import Plan, parse_strategy
 from .explain import Choice, Explanation, remember
@@ -14,9 +13,11 @@ from .explain import Choice, Explanation, remember
 if TYPE_CHECKING:
     import torch
 
+    from ..collective.language import Program
     from ..fabric.base import Lane
     from ..fabric.group import Group
     from ..plan.problem import Problem
+    from .program import ProgramCall
 
 GRAINS = ("serial", "chunked", "signaled")
 
@@ -27,6 +28,7 @@ class Request:
 
     `problem`: with what may differ between ranks as it is on this one. `same_on_all`: what ranks compare. `run` does
     the whole call with a plan over a lane and leaves the result in `output`; `matmul` only multiplies, to be timed.
+    `run_program` does the whole call where a collective program moves the parcels.
     """
 
     problem: Problem
@@ -36,6 +38,7 @@ class Request:
     output: torch.Tensor
     run: Callable[[Plan, Lane], None]
     matmul: Callable[[], object]
+    run_program: Callable[[ProgramCall], None] | None = None
 
     def execute(self, plan: Plan) -> None:
         """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""
@@ -45,17 +48,32 @@ class Request:
             self.run(plan, lane)
 
 
-def perform(request: Request, strategy: str, plan: Plan | None) -> None:
+def perform(request: Request, strategy: str, plan: Plan | None, program: Program | None = None) -> None:
     """Choose a plan, run it once as a call of the group, and remember why."""
     group, operator = request.group, request.problem.operator
+    if program is not None or (plan is not None and plan.program):
+        _perform_program(request, strategy, plan, program)
+        return
     choice = choose(request, strategy, plan)
     chosen = choice.plan
-    if chosen.program:
-        must = "empty: no operator takes a collective program yet"
-        raise InvalidArgument(argument="plan.program", was=repr(chosen.program), must=must)
     with group.call(operator, request.same_on_all, f"{chosen.name} {chosen.digest}") as number:
         request.execute(chosen)
         remember(Explanation(operator, request.shape, group.name, number, strategy, choice))
+
+
+def _perform_program(request: Request, strategy: str, plan: Plan | None, program: Program | None) -> None:
+    from .program import planned
+
+    group, operator = request.group, request.problem.operator
+    call = planned(request.problem, group, program, strategy, plan)
+    chosen = call.plan
+    chosen.check(request.problem)
+    assert request.run_program is not None
+    with group.call(operator, request.same_on_all, f"{chosen.name} {chosen.digest} {call.tied.digest}") as number:
+        with group.fabric.guarded_call((request.output,)):
+            request.run_program(call)
+        reason = f"Program {chosen.program} was given." if plan is None else "The plan was given."
+        remember(Explanation(operator, request.shape, group.name, number, strategy, Choice(chosen, reason)))
 
 
 def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:

@@ -67,7 +67,12 @@ class CudaTileProduct(Product):
         w: torch.Tensor,
         buffer: torch.Tensor,
         finish: Finish | None,
+        numbers: NDArray[np.int64] | None = None,
     ) -> None:
+        """`numbers[shard, parcel]`: for a collective program, which numbers the parcels its own way.
+
+        It waits for all of them with one value, so a counter begins at 1 - its tiles and is complete at 1.
+        """
         assert isinstance(fabric, CudaFabric)
         assert plan.tile is not None
         if x.dtype == torch.float64:
@@ -77,11 +82,27 @@ class CudaTileProduct(Product):
         self._x, self._w = x, w
         self.waits_for_rows = problem.operator == "all_gather_matmul"
         grid, rank = problem.grid(plan), fabric.group.rank
-        key = ("tiles", problem.key, problem.shards, plan.digest, rank)
-        self._table = device_table(fabric, key, lambda: reorder.tile_table(grid, plan, rank))
-        self._tiles = reorder.parcel_tiles(grid, plan, rank)
-        self._counters = _counters(fabric, len(plan.parcels) + 1)  # the last one counts the tiles that were fetched
-        self._fetched = self._counters[_WORD * len(plan.parcels) :]
+        key: tuple[object, ...] = ("tiles", problem.key, problem.shards, plan.digest, rank)
+        self._begin: torch.Tensor | None = None
+        if numbers is None:
+            self._tiles = reorder.parcel_tiles(grid, plan, rank)
+            self._table = device_table(fabric, key, lambda: reorder.tile_table(grid, plan, rank))
+        else:
+            given = numbers
+            self._tiles = (1,) * (int(given.max(initial=-1)) + 1)
+
+            def table() -> NDArray[np.int64]:
+                return reorder.renumbered(grid, reorder.tile_table(grid, plan, rank), given)
+
+            def begin() -> NDArray[np.int64]:
+                return _spread(1 - np.bincount(table()[:, reorder.PARCEL], minlength=len(self._tiles)))
+
+            key = (*key, given.tobytes())
+            self._table = device_table(fabric, key, table)
+            self._begin = device_table(fabric, ("begin", *key), begin)
+        parcels = len(self._tiles)
+        self._counters = _counters(fabric, parcels + 1)  # the last one counts the tiles that were fetched
+        self._fetched = self._counters[_WORD * parcels :]
         full = problem.n * x.element_size() % _TMA_ALIGNMENT == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
         if plan.layout == "natural":  # the descriptor ends where the matrix does
             whole = all(rows % plan.tile[0] == 0 for rows in problem.shards[:-1])
@@ -92,8 +113,15 @@ class CudaTileProduct(Product):
         self._bulk_stores = full and whole and buffer.numel() > 0
         self._even = problem.n % 8 == 0 and plan.tile[1] % 8 == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
 
+    @property
+    def words(self) -> int:
+        """The address of the first counter; they lie 128 bytes apart."""
+        return self._counters.data_ptr()
+
     def prepare(self) -> None:
         self._counters.zero_()
+        if self._begin is not None:
+            self._counters[: len(self._begin)].copy_(self._begin)
 
     def start(self) -> None:
         if self._table.shape[0]:
@@ -183,6 +211,13 @@ def device_table(fabric: Fabric, key: tuple[object, ...], make: Callable[[], NDA
     elif torch.cuda.is_current_stream_capturing():  # graphs read it as long as they live
         captured: list[torch.Tensor] = fabric.kept.setdefault(id(_CAPTURED), [])  # type: ignore[assignment]
         captured.append(found)
+    return found
+
+
+def _spread(words: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Words as far apart as counters are."""
+    found = np.zeros(len(words) * _WORD, np.int64)
+    found[::_WORD] = words
     return found
 
 

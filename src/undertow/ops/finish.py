@@ -19,34 +19,40 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
 from ..fabric import timeline
+from .norm import After, unpack
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
 ACTIVATIONS = ("none", "relu", "gelu", "silu")
-_FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
+FUNCTIONS = {"relu": torch.relu, "gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}
 _HALVES = (torch.float16, torch.bfloat16)
 _CTAS = 16
+_BLOCK = 32 << 10  # elements that are summed and finished at a time on a CPU
 _loaded: set[tuple[object, ...]] = set()
 
 
 @dataclass(frozen=True)
 class Finish:
-    """`bias` [N] or None, `activation` one of ACTIVATIONS; `ctas`: what a kernel may take beside a matmul."""
+    """`bias` [N] or None, `activation` one of ACTIVATIONS; `ctas`: what a kernel may take beside a matmul.
+
+    `after`: what follows needs whole rows, so all of it, bias and activation too, is done in the end.
+    """
 
     bias: torch.Tensor | None
     activation: str
     ctas: int = _CTAS
+    after: After | None = None
 
     @staticmethod
-    def of(bias: torch.Tensor | None, activation: str, plan: Plan) -> Finish:
+    def of(bias: torch.Tensor | None, activation: str, plan: Plan, after: After | None = None) -> Finish:
         """With the CTAs that the plan leaves to communication while a matmul runs."""
         beside = plan.grain == "signaled" and plan.share.communication_ctas is not None
-        return Finish(bias, activation, plan.share.communication_ctas or _CTAS if beside else _CTAS)
+        return Finish(bias, activation, plan.share.communication_ctas or _CTAS if beside else _CTAS, after)
 
     @property
     def nothing(self) -> bool:
-        return self.bias is None and self.activation == "none"
+        return self.bias is None and self.activation == "none" and self.after is None
 
     def sum(self, out: torch.Tensor, parts: Sequence[torch.Tensor], first: int = 0, finish: bool = True) -> None:
         """out = the sum of flat `parts`, finished unless told otherwise; `out[0]` is element `first` of the matrix."""
@@ -73,19 +79,27 @@ class Finish:
             self.sum(places[0], places[1:], 0, finish)
         _loaded.add(key)
 
-    def unpack(self, y: torch.Tensor, buffer: torch.Tensor, table: NDArray[np.int64] | torch.Tensor) -> None:
-        """y [rows, N] from a flat packed `buffer`, finished. On CUDA the table is a tensor on the device."""
-        if isinstance(table, torch.Tensor):
+    def unpack(
+        self,
+        y: torch.Tensor,
+        buffer: torch.Tensor,
+        table: NDArray[np.int64] | torch.Tensor,
+        tile: tuple[int, int] | None = None,
+    ) -> None:
+        """y [rows, N] from a flat buffer packed in tiles, finished. On CUDA the table is a tensor on the device."""
+        if self.after is not None:
+            self.after.finish(y, buffer, table, tile, self.bias, self.activation)
+        elif isinstance(table, torch.Tensor):
             _unpack_on_gpu(y, buffer, table, self.bias, self.activation)
-            return
-        for row, rows, column, columns, place, stride in table.tolist():
-            tile = buffer.as_strided((rows, columns), (stride, 1), buffer.storage_offset() + place)
-            y[row : row + rows, column : column + columns] = tile
-        self.apply(y)
+        else:
+            unpack(y, buffer, table)
+            self.apply(y)
 
     def apply(self, y: torch.Tensor) -> None:
         """In place, to a whole contiguous matrix."""
-        if not self.nothing:
+        if self.after is not None:
+            self.after.finish(y, y.view(-1), None, None, self.bias, self.activation)
+        elif not self.nothing:
             self.sum(y.view(-1), [y.view(-1)])
 
 
@@ -108,18 +122,28 @@ def finish_text(bias: torch.Tensor | None, activation: str) -> str:
 def _sum_on_cpu(
     out: torch.Tensor, parts: Sequence[torch.Tensor], bias: torch.Tensor | None, activation: str, first: int
 ) -> None:
-    total = parts[0].to(torch.float32 if out.dtype in _HALVES else out.dtype)
-    if len(parts) > 1:
-        total = torch.add(total, parts[1])
-        for part in parts[2:]:
-            total += part
-    if bias is not None:
-        columns = bias.numel()
-        if first % columns == 0 and out.numel() % columns == 0:  # whole rows
-            total = (total.view(-1, columns) + bias).view(-1)
-        else:
-            total = total + bias[torch.arange(first, first + out.numel()) % columns]
-    out.copy_(_FUNCTIONS[activation](total) if activation != "none" else total)
+    """In place, or a block at a time: the core that sums also computes, and what leaves its cache costs it twice."""
+    if len(parts) == 2 and bias is None and activation == "none":
+        torch.add(parts[0], parts[1], out=out)  # two 16-bit numbers: in fp32 and rounded once, too
+        return
+    total = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32 if out.dtype in _HALVES else out.dtype)
+    for start in range(0, out.numel(), _BLOCK):
+        block = slice(start, min(start + _BLOCK, out.numel()))
+        here = total[: block.stop - start].copy_(parts[0][block])
+        for part in parts[1:]:
+            here += part[block]
+        if bias is not None:
+            here += _repeated(bias, first + start, len(here))
+        out[block] = FUNCTIONS[activation](here) if activation != "none" else here
+
+
+def _repeated(bias: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """The bias of elements [first, first + count) of a matrix."""
+    columns = bias.numel()
+    before, rows = first % columns, -(-(first % columns + count) // columns)
+    if rows == 1:
+        return bias[before : before + count]
+    return bias.repeat(rows)[before : before + count]
 
 
 def _sum_on_gpu(

@@ -33,15 +33,19 @@ from ..plan.problem import Problem
 from ..plan.tiles import chunks
 from .choose import Request, perform
 from .finish import Finish, check_finish, finish_text
+from .norm import After
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
 from .produce import placed, product_of
 from .product import NoProduct
+from .program import ProgramCall
+from .program import run as run_program
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..collective.language import Program
     from ..fabric.base import Fabric, Lane
 
 OPERATOR = "matmul_all_reduce"
@@ -61,12 +65,19 @@ def matmul_all_reduce(
     *,
     bias: torch.Tensor | None = None,
     activation: str = "none",
+    residual: torch.Tensor | None = None,
+    norm: torch.nn.Module | None = None,
     group: Group | dist.ProcessGroup | DeviceMesh | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
+    program: Program | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> [M, N] on every rank, then bias and activation."""
+    """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> [M, N] on every rank, then bias and activation.
+
+    `residual` [M, N] is added to that, and `norm` (a torch.nn.RMSNorm or LayerNorm over N) is taken of the sum, which
+    is then left in `residual`. `program`: the collective program that moves the parcels.
+    """
     on = as_group(group)
     check_factors(x, w, on)
     m, n = x.shape[0], w.shape[1]
@@ -77,12 +88,17 @@ def matmul_all_reduce(
         multiprocessors=on.fabric.multiprocessors,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}"
+    after = After.of(residual, norm, y)
+    same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}{after.text if after else ''}"
 
     def execute(chosen: Plan, lane: Lane) -> None:
-        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen), on.fabric, lane)
+        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen, after), on.fabric, lane)
 
-    perform(Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w), strategy, plan)
+    def execute_program(call: ProgramCall) -> None:
+        run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
+
+    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program)
+    perform(request, strategy, plan, program)
     return y
 
 
@@ -108,7 +124,8 @@ def run(
     whole = isinstance(lane, NetLane)
     longest = 0 if whole else max((-(-count // size) for _, count in parcels), default=0)
     carrier = Carrier(fabric, lane, y, longest)
-    finishes_parts = not whole and not packed  # where an element's column is known before everything has arrived
+    # Where an element's column is known before everything has arrived, and nothing needs whole rows.
+    finishes_parts = not whole and not packed and finish.after is None
 
     def parts(parcel: int) -> list[torch.Tensor]:
         offset, count = parcels[parcel]
@@ -139,6 +156,6 @@ def run(
     overlap(fabric, lane, plan, product, carry, () if whole else (combine, collect), len(parcels))
     if packed:
         key = ("unpack", problem.key, plan.digest)
-        finish.unpack(y, buffer, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan)))
+        finish.unpack(y, buffer, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan)), plan.tile)
     elif not finishes_parts:
         finish.apply(y)

@@ -26,15 +26,19 @@ from ..plan.problem import Problem
 from ..plan.tiles import chunks
 from .choose import Request, perform
 from .finish import Finish, check_finish, finish_text
+from .norm import After
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
 from .produce import placed, product_of
 from .product import NoProduct
+from .program import ProgramCall
+from .program import run as run_program
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
+    from ..collective.language import Program
     from ..fabric.base import Fabric, Lane
 
 OPERATOR = "matmul_reduce_scatter"
@@ -54,12 +58,19 @@ def matmul_reduce_scatter(
     *,
     bias: torch.Tensor | None = None,
     activation: str = "none",
+    residual: torch.Tensor | None = None,
+    norm: torch.nn.Module | None = None,
     group: Group | dist.ProcessGroup | DeviceMesh | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
+    program: Program | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> this rank's rows [M_r, N], bias and activation."""
+    """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> this rank's rows [M_r, N], bias and activation.
+
+    `residual` [M_r, N] is added to that, and `norm` (a torch.nn.RMSNorm or LayerNorm over N) is taken of the sum, which
+    is then left in `residual`. `program`: the collective program that moves the parcels.
+    """
     on = as_group(group)
     check_factors(x, w, on)
     m, n = x.shape[0], w.shape[1]
@@ -71,12 +82,17 @@ def matmul_reduce_scatter(
         multiprocessors=on.fabric.multiprocessors,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}"
+    after = After.of(residual, norm, y)
+    same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}{after.text if after else ''}"
 
     def execute(chosen: Plan, lane: Lane) -> None:
-        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen), on.fabric, lane)
+        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen, after), on.fabric, lane)
 
-    perform(Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w), strategy, plan)
+    def execute_program(call: ProgramCall) -> None:
+        run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
+
+    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program)
+    perform(request, strategy, plan, program)
     return y
 
 
@@ -95,6 +111,7 @@ def run(
     rank, n = fabric.group.rank, problem.n
     buffer = x.new_empty(problem.m * n)
     packed = plan.grain == "signaled" and plan.layout == "packed"
+    finishes_parts = not packed and finish.after is None
     first = split(problem.m, fabric.group.size)[rank][0] * n
     if plan.grain == "signaled":
         pieces = reorder.pieces(problem.grid(plan), plan)
@@ -115,11 +132,15 @@ def run(
     def combine(parcel: int) -> None:
         here = parts(parcel)[rank]
         mine = result[places[parcel] : places[parcel] + here.numel()]
-        carrier.reduce(parcel, here, lambda found: finish.sum(mine, found, pieces[parcel][rank][0], not packed))
+        carrier.reduce(parcel, here, lambda found: finish.sum(mine, found, pieces[parcel][rank][0], finishes_parts))
 
-    finish.load(y, fabric.group.size, not packed)
+    finish.load(y, fabric.group.size, finishes_parts)
     product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
     overlap(fabric, lane, plan, product, carry, (combine,), len(pieces))
     if packed:
         key = ("unpack", problem.key, plan.digest, rank)
-        finish.unpack(y, result, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan, rank)))
+        finish.unpack(
+            y, result, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan, rank)), plan.tile
+        )
+    elif not finishes_parts:
+        finish.apply(y)

@@ -6,7 +6,8 @@
 
 CPU: `reach` computes the parcel's tiles one after the other by torch, so nothing is left to wait for. CUDA: `start`
 launches one persistent kernel for all tiles (`cuda_product`), and `await_parcel` is a stream memory operation on the
-parcel's counter, which holds no SM.
+parcel's counter, which holds no SM. Where a collective program moves the parcels, it waits for the same counters, which
+then start below zero, so that every one of them ends at 1.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..fabric import timeline
+from ..fabric import atomics, timeline
+from ..fabric.base import WORD_STRIDE
 from .finish import Finish
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
+    from ..fabric.group import Group
     from ..plan.plan import Plan
 
 
@@ -125,6 +128,39 @@ class TileProduct(Product):
                     Finish(part, self._finish.activation).apply(product)
                 if product is not block:
                     block.copy_(product)
+
+
+class CountedTileProduct(TileProduct):
+    """The same for a collective program, which waits for a word of each parcel: 0, and 1 once the parcel is complete.
+
+    The add releases the parcel's tiles, and whoever sees the 1 has acquired them.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        buffer: torch.Tensor,
+        table: NDArray[np.int64],
+        parcels: int,
+    ) -> None:
+        super().__init__(x, w, buffer, table, parcels, None)
+        self._group, self._words = group, np.zeros(max(1, parcels) * WORD_STRIDE // 4, np.int32)
+
+    @property
+    def words(self) -> int:
+        """The address of the first word; they lie WORD_STRIDE bytes apart."""
+        return int(self._words.ctypes.data)
+
+    def reach(self, parcel: int) -> None:
+        super().reach(parcel)
+        atomics.add(self.words + WORD_STRIDE * parcel, 1)
+
+    def await_parcel(self, parcel: int) -> None:
+        """On another thread. The caller computes; if it fails, so does the group, and that ends the wait."""
+        while atomics.wait(self.words + WORD_STRIDE * parcel, 1, self._group.abort_address) != atomics.ARRIVED:
+            self._group.check()
 
 
 def _merged(tiles: list[list[int]]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 serial     the whole product first; what moves is cut only to keep a link busy in both directions
 chunked    CHUNKS equal parts of the rows
 signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
+           (moved by a collective program: always of whole bands)
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ CHUNKS = 4
 PARCELS = 8
 _PIPELINED_BYTES = 16 << 20  # a serial result is cut into parts of about so many bytes
 _MOST_SERIAL = 8
-_CPU_BANDS = 16
+_CPU_BANDS = 32
+_CPU_WEIGHTS = (2, 3, 5, 6, 6, 5, 3, 2)
+"""Of a CPU's parcels: the link starts early, and little is left when the matmul ends. Equal ones on a GPU, for now."""
 _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one product; ranks may differ in columns
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
 _RESERVED = {"net": 4, "peer": 4, "dma": 2}
 """SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
 _CTAS_PER_SM = 4  # of those: they wait for memory, and several find room on an SM
+_PROGRAM_CTAS = 8
 
 
 def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
@@ -38,6 +42,20 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
     return Plan(grain, lane, split(problem.m, max(1, min(parts, problem.m))))
 
 
+def program_plan(problem: Problem, lane: str, program: str, parcels: int | None = None) -> Plan:
+    """A signaled plan whose parcels a collective program moves: so many, or about PARCELS; always whole bands."""
+    share = Share()
+    if problem.device == "cuda":  # every CTA of a program must run at once, each on an SM that the matmul leaves free
+        ctas = max(1, min(_PROGRAM_CTAS, problem.multiprocessors // 4))
+        share = Share(multiprocessors=max(1, problem.multiprocessors - ctas), communication_ctas=ctas)
+    plan = Plan("signaled", lane, ((0, 0),), share, _tile(problem), order=problem.order, program=program)
+    grid = problem.grid(plan)
+    bands = sum(grid.band_counts)
+    stops = _stops(problem, bands) if parcels in (None, PARCELS) else [stop for _, stop in split(bands, parcels)]
+    bounds = [stop * grid.columns for stop in stops]
+    return replace(plan, parcels=_parcels(bounds), group_bands=max(1, min(8, bands)))
+
+
 def _signaled(problem: Problem, lane: str) -> Plan:
     tile = _tile(problem)
     share = _share(problem, lane)
@@ -51,10 +69,17 @@ def _signaled(problem: Problem, lane: str) -> Plan:
         return replace(plan, parcels=_parcels(bounds), group_bands=group)
     bands = sum(grid.band_counts)
     if bands >= PARCELS // 2:
-        bounds = [stop * grid.columns for _, stop in split(bands, min(PARCELS, bands))]
+        bounds = [stop * grid.columns for stop in _stops(problem, bands)]
         return replace(plan, parcels=_parcels(bounds), group_bands=group)
     bounds = [stop for _, stop in split(grid.tiles, max(1, min(PARCELS, grid.tiles)))]
     return replace(plan, parcels=_parcels(bounds), group_bands=group, layout="packed")
+
+
+def _stops(problem: Problem, bands: int) -> list[int]:
+    """Where about PARCELS parcels of so many bands end."""
+    if problem.device == "cpu" and bands >= 2 * PARCELS:
+        return [bands * sum(_CPU_WEIGHTS[: one + 1]) // sum(_CPU_WEIGHTS) for one in range(PARCELS)]
+    return [stop for _, stop in split(bands, max(1, min(PARCELS, bands)))]
 
 
 def _share(problem: Problem, lane: str) -> Share:

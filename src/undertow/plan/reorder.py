@@ -56,6 +56,17 @@ def tile_table(grid: TileGrid, plan: Plan, rank: int = 0) -> Integers:
     return table
 
 
+def renumbered(grid: TileGrid, table: Integers, numbers: Integers) -> Integers:
+    """A `tile_table` whose parcels have other numbers, and stand in their order: `numbers[shard, parcel]`.
+
+    Where a collective program names the parcels, the part of each shard may come at a time of its own.
+    """
+    shard = np.searchsorted(np.cumsum(grid.shards), table[:, ROW], side="right")
+    found = table.copy()
+    found[:, PARCEL] = numbers[shard, table[:, PARCEL]]
+    return found[np.argsort(found[:, PARCEL], kind="stable")]
+
+
 @lru_cache(_KEPT)
 def parcel_tiles(grid: TileGrid, plan: Plan, rank: int = 0) -> tuple[int, ...]:
     """How many tiles each parcel has on `rank`: the value its counter reaches. 0 where it has none."""

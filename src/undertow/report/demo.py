@@ -1,12 +1,15 @@
 """The demonstration behind `undertow demo`: one operator, every strategy, exact checks, one table, one timeline.
 
-The matrices are chosen so that the matmul takes about as long as the communication over lane `dma`, where overlap has
-most to hide. On the CPU that lane also runs *paced*, as an emulated link: real lanes of a CPU copy with the very cores
-that compute, so only a link that leaves them alone can show what a copy engine would.
+The matrices are chosen so that a rank's core and the link of lane `dma` are busy equally long, where overlap has most
+to hide. On a GPU the matmul alone keeps the core busy. On a CPU the very core that computes also copies and sums, so
+the matmul gets what of the communication's time they leave. There the lane also runs *paced*, as an emulated link: only
+one that leaves the core alone for most of the time can show what a copy engine would.
 """
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,10 +31,11 @@ from .progress import Report, progress_bar
 from .tables import StrategyResult, factor, percent, seconds, strategy_results, strategy_table
 
 MATMUL = "matmul"
-EMULATED_LINK = Pace(bandwidth=0.25e9, latency=20e-6)
-"""Slow on purpose: waking a thread on a busy core takes a millisecond or more, which must be small beside a chunk."""
+EMULATED_LINK = Pace(bandwidth=1e9, latency=20e-6)
+"""About a tenth of what a core copies, as a PCIe link is slower than a GPU's memory."""
 _EXACT_INTEGERS = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}
-_FIRST_INNER, _LEAST_INNER, _MOST_INNER = 256, 64, 32768
+_FIRST_INNER, _LEAST_INNER, _STEP_INNER, _MOST_INNER = 256, 32, 16, 32768
+_ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +52,8 @@ class Effort:
     def fitting(device: str, quick: bool) -> Effort:
         if device == "cuda":
             return Effort(4096, 4096, torch.bfloat16, 10 if quick else 30, 4 if quick else 15)
-        extent = 1024 if quick else 1536
-        return Effort(extent, extent, torch.float32, 8 if quick else 20, 3 if quick else 10)
+        # Tall, as activations are; large, as waking a thread on a busy core takes a millisecond or more.
+        return Effort(4096 if quick else 8192, 1152, torch.float32, 8 if quick else 20, 3 if quick else 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,7 @@ def _showcase(routes: list[Route]) -> Route:
 
 
 def _balanced_inner(group: Group, effort: Effort, route: Route) -> int:
-    """The inner extent K at which the matmul takes as long as the communication over `route`. Equal on all ranks."""
+    """The inner extent K at which a rank's core and the link of `route` are busy equally long. Equal on all ranks."""
     x = torch.zeros(effort.rows, _FIRST_INNER, dtype=effort.dtype, device=group.device)
     w = torch.zeros(_FIRST_INNER, effort.columns, dtype=effort.dtype, device=group.device)
     y = torch.zeros(effort.rows, effort.columns, dtype=effort.dtype, device=group.device)
@@ -214,13 +218,27 @@ def _balanced_inner(group: Group, effort: Effort, route: Route) -> int:
             MATMUL: partial(torch.matmul, x, w, out=y),
             "all_reduce": partial(_exchange, group.fabric, route, torch.zeros_like(y)),
         },
-        repeats=5,
+        repeats=_ROUNDS,
         warmup=2,
         reduce_max=group.reduce_max,
         before=group.barrier,
     )
-    wanted = _FIRST_INNER * taken.estimate("all_reduce").median / taken.estimate(MATMUL).median
-    return max(_LEAST_INNER, min(_MOST_INNER, round(wanted / _LEAST_INNER) * _LEAST_INNER))
+    left = taken.estimate("all_reduce").median - _core_seconds(group, partial(_exchange, group.fabric, route, y))
+    wanted = _FIRST_INNER * max(0.0, left) / taken.estimate(MATMUL).median
+    return max(_LEAST_INNER, min(_MOST_INNER, round(wanted / _STEP_INNER) * _STEP_INNER))
+
+
+def _core_seconds(group: Group, call: Callable[[], object]) -> float:
+    """What a call takes of the core that computes: nothing on a GPU, the CPU time of all its threads on a CPU."""
+    if group.device.type != "cpu":
+        return 0.0
+    times = []
+    for _ in range(_ROUNDS):
+        group.barrier()
+        began = time.process_time()
+        call()
+        times.append(time.process_time() - began)
+    return group.reduce_max([statistics.median(times)])[0]
 
 
 def exact_shards(
