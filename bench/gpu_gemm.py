@@ -62,17 +62,17 @@ class Variant:
         self.table = torch.from_numpy(np.array(reorder.tile_table(self.grid, self.plan))).to(DEVICE)
         self.unpacking = torch.from_numpy(np.ascontiguousarray(reorder.unpack_table(self.grid, self.plan))).to(DEVICE)
         self.counters = torch.zeros(PARCELS * 32, dtype=torch.int32, device=DEVICE)
-        bulk = layout == "natural"
-        parts = 2 if bulk else 4
         block_m, block_n = TILE
-        described: Any = TensorDescriptor.from_tensor(c, [block_m, block_n // parts]) if bulk else self.counters
+        parts = 2
+        stored = c if layout == "natural" else c.view(-1, block_n)  # all tiles are complete
+        described = TensorDescriptor.from_tensor(stored, [block_m, block_n // parts])
         arguments = (
             TensorDescriptor.from_tensor(a, [block_m, BLOCK_K]), TensorDescriptor.from_tensor(b, [block_n, BLOCK_K]),
             described, c, c, self.table, self.counters, len(self.table), a.shape[1],
         )  # fmt: skip
         constants: dict[str, Any] = {
             "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K, "TRANSPOSED": True, "PARTS": parts,
-            "BULK": bulk, "EVEN": True, "SIGNAL": signal, "DEFER": bulk, "BIAS": False, "ACTIVATION": 0,
+            "BULK": True, "EVEN": True, "SIGNAL": signal, "DEFER": True, "BIAS": False, "ACTIVATION": 0,
             "num_warps": 8, "num_stages": 4,
         }  # fmt: skip
         ctas = min(problem.multiprocessors, len(self.table))
@@ -136,6 +136,7 @@ def sampler(call: Callable[[], object]) -> Callable[[], float]:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def sample() -> float:
+        graph.replay()  # untimed: whoever comes after a kernel that draws little power would run at a higher clock
         start.record()
         graph.replay()
         end.record()
