@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -28,22 +28,13 @@ PEER_CTAS = 16
 Message = tuple[int, int, torch.Tensor]  # a peer, a slot, and where the bytes are or go
 _OVER = object()
 _UNSEEN = contextlib.nullcontext()
-_MOST_CHUNK = 8 << 20
+_MOST_CHUNK = 8 << 20  # of 128 MB, chunks of 8 MB were fastest; whoever's it is, each costs the engine a pause
 _FEW_RANKS, _MANY_SLOTS, _FEW_SLOTS = 4, 4, 2
 
 
 def chunk_slots(ranks: int) -> int:
     """Chunks under way between two ranks: fewer where many pairs would pin much memory."""
     return _MANY_SLOTS if ranks <= _FEW_RANKS else _FEW_SLOTS
-
-
-def chunk_bytes(nbytes: int) -> int:
-    """The chunk of a message, the same on both sides.
-
-    Every chunk costs the engine a pause (about what it copies of 0.4 MB), whoever's it is, so messages go whole where
-    they fit: others before and after them keep both directions busy.
-    """
-    return max(1, min(_MOST_CHUNK, nbytes))
 
 
 class PeerLane(Lane):
@@ -190,7 +181,8 @@ class StagedLane(Lane):
     ) -> None:
         self._begin(self._out_shared)
         before = b""
-        for place, offset, size in self._cut(source.nbytes, slot):
+        for number, offset in enumerate(range(0, source.nbytes, _MOST_CHUNK)):
+            size, place = min(_MOST_CHUNK, source.nbytes - offset), self._place(slot, number)
             flag = self._slots + place
             self._stop(self._out_shared, before + b"".join(self._claim[peer, flag] for peer in peers))
             with self._recorded("copy out", self._out_shared, bytes=size, to="all"):
@@ -268,31 +260,31 @@ class StagedLane(Lane):
     def _copies(
         self, messages: Sequence[Message], ring: Callable[[int], tuple[int, int]]
     ) -> Iterator[tuple[range, int, Rows]]:
-        """Messages as (peers, chunk slot, one copy): those of consecutive peers at even distances go together.
+        """Messages as (peers, chunk of the ring, one copy): first the first chunk of all of them, then the second, ...
 
-        Every copy costs the engine a pause, so one of several rows beats several. Both sides cut a message alike, but
-        they need not join messages alike: each has its own flags.
+        A chunk waits for nothing but the reading of an earlier one of its own message, so with this order on all ranks
+        nobody waits in a circle. Chunks of consecutive peers at even distances go together: every copy costs the engine
+        a pause, so one of several rows beats several. The two sides need not join alike: each has its own flags.
         """
-        for peers, slot, data in _runs(messages):
-            if self._rank in peers:
-                raise InvalidArgument(argument="peer", was=self._rank, must="another rank")
-            first = data[0].data_ptr()
-            step = data[1].data_ptr() - first if len(data) > 1 else 0
-            for place, offset, size in self._cut(data[0].nbytes, slot):
-                hosts = [self._chunk(*ring(peer), place) for peer in peers]
-                further = hosts[1] - hosts[0] if len(hosts) > 1 else 0
-                yield peers, place, Rows(hosts[0], first + offset, size, len(hosts), further, step)
+        longest = max((data.nbytes for _, _, data in messages), default=0)
+        for number, offset in enumerate(range(0, longest, _MOST_CHUNK)):
+            for run in _runs(messages, offset):
+                if self._rank in run.peers:
+                    raise InvalidArgument(argument="peer", was=self._rank, must="another rank")
+                place = self._place(run.slot, number)
+                hosts = [self._chunk(*ring(peer), place) for peer in run.peers[:2]]
+                yield (
+                    run.peers,
+                    place,
+                    Rows(hosts[0], run.address, run.size, len(run.peers), hosts[-1] - hosts[0], run.step),
+                )
 
-    def _cut(self, nbytes: int, slot: int) -> Iterator[tuple[int, int, int]]:
-        """A message as (chunk of the ring, offset, size): the same on both sides.
+    def _place(self, slot: int, number: int) -> int:
+        """Which chunk of the ring the `number`-th of a message takes: the same on both sides.
 
-        Messages of even and odd slots begin in different halves of the ring, so that one leaves while the one before
-        is still being read.
+        Messages of even and odd slots begin in different halves, so that one leaves while the one before is read.
         """
-        size = chunk_bytes(nbytes)
-        first = slot % 2 * (self._slots // 2)
-        for number, offset in enumerate(range(0, nbytes, size)):
-            yield (first + number) % self._slots, offset, min(size, nbytes - offset)
+        return (slot % 2 * (self._slots // 2) + number) % self._slots
 
     def free(self, peer: int, slot: int) -> None:
         """The receiver's own copy chose the place: nobody else writes there."""
@@ -307,24 +299,29 @@ class StagedLane(Lane):
         self._ring.close()
 
 
-def _runs(messages: Sequence[Message]) -> list[tuple[range, int, list[torch.Tensor]]]:
-    """Messages in runs of consecutive peers with equal sizes at even, growing addresses; as (peers, slot, data).
+class _Run(NamedTuple):
+    """One chunk for each of several consecutive peers, `size` bytes each, `step` bytes apart."""
 
-    Only where each is one chunk: then it needs nothing but that its receiver has read the last message of its slot,
-    and any order will do. Of longer ones a chunk waits until an earlier chunk was read, so that all ranks must keep to
-    the order they named them in.
-    """
-    runs: list[tuple[range, int, list[torch.Tensor]]] = []
-    if any(data.nbytes > _MOST_CHUNK for _, _, data in messages):
-        return [(range(peer, peer + 1), slot, [data]) for peer, slot, data in messages]
+    peers: range
+    slot: int
+    address: int
+    size: int
+    step: int
+
+
+def _runs(messages: Sequence[Message], offset: int) -> list[_Run]:
+    """The chunks at `offset` of all messages that are so long, in as few runs as their sizes and places allow."""
+    runs: list[_Run] = []
     for peer, slot, data in sorted(messages, key=lambda message: message[0]):
+        size, address = min(_MOST_CHUNK, data.nbytes - offset), data.data_ptr() + offset
+        if size <= 0:
+            continue
         if runs:
-            peers, their_slot, found = runs[-1]
-            step = data.data_ptr() - found[-1].data_ptr()
-            even = len(found) == 1 or step == found[-1].data_ptr() - found[-2].data_ptr()
-            alike = slot == their_slot and data.nbytes == found[-1].nbytes <= step
-            if peer == peers.stop and alike and even:
-                runs[-1] = range(peers.start, peer + 1), slot, [*found, data]
+            last = runs[-1]
+            step = address - last.address - (len(last.peers) - 1) * last.step
+            even = len(last.peers) == 1 or step == last.step
+            if peer == last.peers.stop and (slot, size) == (last.slot, last.size) and even and step >= size:
+                runs[-1] = last._replace(peers=range(last.peers.start, peer + 1), step=step)
                 continue
-        runs.append((range(peer, peer + 1), slot, [data]))
+        runs.append(_Run(range(peer, peer + 1), slot, address, size, 0))
     return runs

@@ -1,0 +1,241 @@
+"""The staged lane without a GPU: its operations on a driver that runs streams in random orders.
+
+All ranks live in this process. What each enqueues is run in an order that only the streams restrict: a flag that is
+missing shows as wrong bytes, one too many as a deadlock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from fake_driver import World
+
+from undertow.collective.carry import Carrier
+from undertow.fabric.base import WORD_STRIDE, Incoming, Outgoing
+from undertow.fabric.signals import Handoffs, Signals, Step
+
+CHUNK = 1 << 12
+
+
+class FakeSignals(Signals):
+    """Words of all ranks in one memory; the flags of streams, as on a GPU."""
+
+    def __init__(self, memory: Any, module: Any, rank: int, count: int) -> None:
+        self.count, self._module, self._rank = count, module, rank
+        self._base = ctypes.addressof(memory)
+
+    def address(self, rank: int, index: int) -> int:
+        return self._base + (rank * self.count + index) * WORD_STRIDE
+
+    def set(self, rank: int, index: int, value: int) -> None:
+        ctypes.c_int32.from_address(self.address(rank, index)).value = value
+
+    def packed(self, steps: Any) -> bytes:
+        found: bytes = self._module.packed([(one.waits, self.address(one.rank, one.word), one.value) for one in steps])
+        return found
+
+    def add(self, rank: int, index: int, amount: int = 1) -> None:
+        raise NotImplementedError
+
+    def wait(self, index: int, target: int, sender: int | None = None) -> None:
+        raise NotImplementedError
+
+    def read(self, index: int) -> int:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """The test's memory goes by itself."""
+
+
+class Node:
+    """The lanes of all ranks on one fake driver."""
+
+    def __init__(self, ranks: int, lanes: Any, module: Any, world: World) -> None:
+        self.world, self.module, self.ranks = world, module, ranks
+        self.current: dict[int, int] = {}
+        slots = 2 * lanes.chunk_slots(ranks)
+        words = Handoffs.words(ranks, slots)
+        self._words = (ctypes.c_byte * (ranks * words * WORD_STRIDE))()
+        self._ring = (ctypes.c_byte * (ranks * ranks * slots * CHUNK))()
+        ring = types.SimpleNamespace(address=ctypes.addressof(self._ring), close=lambda: None)
+        lanes.PinnedSegment = lambda group, size, what: ring
+        self.lanes = []
+        for rank in range(ranks):
+            pairs = Handoffs(FakeSignals(self._words, module, rank, words), rank, ranks, slots)
+            pairs.reset()
+            guard = types.SimpleNamespace(perform=module.batch)
+            group = types.SimpleNamespace(size=ranks, rank=rank)
+            fabric = types.SimpleNamespace(
+                group=group, device=rank, guard=guard, handoffs=lambda slots, pairs=pairs: pairs, rank=rank
+            )
+            self.lanes.append(lanes.StagedLane(fabric))
+            self.current[rank] = world.new_stream()
+        self.groups = [types.SimpleNamespace(group=types.SimpleNamespace(size=ranks, rank=r)) for r in range(ranks)]
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, World]]:
+    """The lane's module and the driver's, bound to a fake driver."""
+    world = World()
+
+    class Library:
+        def __getattr__(self, name: str) -> Any:
+            functions = world.functions()
+            found = functions.get(name)
+
+            def call(*arguments: Any) -> int:
+                assert found is not None, name
+                result: int = found(*arguments)
+                return result
+
+            return call
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    names = ("undertow.fabric.stream_memory", "undertow.fabric.cuda_lanes")
+    before = {name: sys.modules.pop(name, None) for name in names}
+    import undertow.fabric
+
+    for name in names:  # `from . import` finds attributes of the package first
+        if hasattr(undertow.fabric, name.rsplit(".", 1)[1]):
+            delattr(undertow.fabric, name.rsplit(".", 1)[1])
+    import undertow.fabric.cuda_lanes as lanes
+    import undertow.fabric.stream_memory as module
+
+    events = iter(range(1, 1000))
+    monkeypatch.setattr(lanes, "_MOST_CHUNK", CHUNK)
+    monkeypatch.setattr(
+        module, "new_stream", lambda device, priority=0: types.SimpleNamespace(cuda_stream=world.new_stream())
+    )
+    monkeypatch.setattr(module, "new_event", lambda device: next(events))
+    yield lanes, module, world
+    for name in names:
+        sys.modules.pop(name, None)
+        delattr(undertow.fabric, name.rsplit(".", 1)[1])
+        if before[name] is not None:
+            sys.modules[name] = before[name]  # type: ignore[assignment]
+            setattr(undertow.fabric, name.rsplit(".", 1)[1], before[name])
+
+
+def _tensor(values: int, first: int) -> torch.Tensor:
+    return torch.arange(first, first + values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("elements", [1, 100, CHUNK // 4, CHUNK, 5 * CHUNK])
+def test_parcels_are_reduced_and_shared(ranks: int, elements: int, modules: Any) -> None:
+    """As matmul_all_reduce does: pieces leave, are summed by their owners, and the sums come to everybody."""
+    lanes, module, world = modules
+    node = Node(ranks, lanes, module, world)
+    parcels = 5
+    buffers = [
+        torch.stack([_tensor(ranks * elements, 1000 * rank + parcel) for parcel in range(parcels)])
+        for rank in range(ranks)
+    ]
+    want = torch.stack([one.clone() for one in buffers]).sum(0).to(torch.int32)
+    for rank in range(ranks):
+        module.current_stream = lambda device: node.current[device]
+        lane = node.lanes[rank]
+        carrier = Carrier(node.groups[rank], lane, buffers[rank], elements)  # type: ignore[arg-type]
+        streams = [world.new_stream() for _ in range(3)]
+
+        def on(stream: int, rank: int = rank) -> None:
+            node.current[rank] = stream
+
+        for parcel in range(parcels):
+            parts = list(buffers[rank][parcel].view(ranks, elements))
+            on(streams[0])
+            carrier.give(parcel, parts)
+            module.after(streams[1], streams[0], 999)
+            on(streams[1])
+            mine = parts[rank]
+
+            def combine(found: list[torch.Tensor], mine: torch.Tensor = mine, stream: int = streams[1]) -> None:
+                def act() -> None:
+                    mine.copy_(torch.stack(found).sum(0))
+
+                world.put(stream, act)
+
+            carrier.reduce(parcel, mine, combine)
+            carrier.share(parcel, mine)
+            on(streams[2])
+            carrier.receive(parcel, parts, shared=True)
+        on(streams[0])
+        lane.flush()
+    world.run(seed=ranks * elements)
+    for rank in range(ranks):
+        assert torch.equal(buffers[rank], want), rank
+    if elements == 100 and ranks > 2:  # pieces of several peers in one copy
+        assert max(height for _, height in world.copies) == ranks - 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_uneven_messages_in_random_orders(seed: int, modules: Any) -> None:
+    """As matmul_all_to_all does with uneven splits: empty ones, short ones, ones longer than the ring."""
+    lanes, module, world = modules
+    ranks = 2 + seed % 5
+    node = Node(ranks, lanes, module, world)
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor([0, 1, 40, CHUNK // 4, CHUNK, 6 * CHUNK])
+    parcels = 4
+    counts = sizes[torch.randint(len(sizes), (parcels, ranks, ranks), generator=generator)]
+    sent = [
+        [[_tensor(int(counts[p, s, d]), 7 * s + 3 * d + p) for d in range(ranks)] for s in range(ranks)]
+        for p in range(parcels)
+    ]
+    got = [[[torch.full_like(sent[p][s][d], -1) for s in range(ranks)] for d in range(ranks)] for p in range(parcels)]
+    for rank in range(ranks):
+        module.current_stream = lambda device: node.current[device]
+        lane, streams = node.lanes[rank], [world.new_stream(), world.new_stream()]
+        for parcel in range(parcels):
+            ahead = [(rank + step) % ranks for step in range(1, ranks)]
+            behind = [(rank - step) % ranks for step in range(1, ranks)]
+            node.current[rank] = streams[0]
+            out = [Outgoing(d, sent[parcel][rank][d], None, 0, parcel % 2) for d in ahead if len(sent[parcel][rank][d])]
+            lane.exchange(out, [])
+            node.current[rank] = streams[1]
+            come = [
+                Incoming(s, None, 0, len(got[parcel][rank][s]), parcel % 2, got[parcel][rank][s])
+                for s in behind
+                if len(got[parcel][rank][s])
+            ]
+            lane.exchange([], come)
+    world.run(seed)
+    for parcel in range(parcels):
+        for sender in range(ranks):
+            for rank in range(ranks):
+                if rank != sender:
+                    assert torch.equal(got[parcel][rank][sender], sent[parcel][sender][rank]), (parcel, sender, rank)
+
+
+def test_a_missing_flag_shows(modules: Any) -> None:
+    """The driver's random order finds a copy in that does not wait for the bytes."""
+    lanes, module, world = modules
+    node = Node(2, lanes, module, world)
+    for lane in node.lanes:
+        lane._accept = dict.fromkeys(lane._accept, b"")
+    wrong = 0
+    for turn in range(10):
+        source, into = _tensor(50, turn), torch.full((50,), -1, dtype=torch.int32)
+        module.current_stream = lambda device: node.current[device]
+        node.lanes[0].exchange([Outgoing(1, source, None, 0, turn % 2)], [])
+        node.lanes[1].exchange([], [Incoming(0, None, 0, 50, turn % 2, into)])
+        world.run(turn)
+        wrong += not torch.equal(source, into)
+    assert wrong > 0
+
+
+def test_steps_pack_as_the_driver_reads_them(modules: Any) -> None:
+    _, module, world = modules
+    memory = (ctypes.c_byte * 1024)()
+    signals = FakeSignals(memory, module, 0, 2)
+    stream = world.new_stream()
+    module.batch(stream, signals.packed([Step(False, 0, 1, -5), Step(True, 0, 1, -5), Step(False, 0, 0, 9)]))
+    world.run(0)
+    assert ctypes.c_int32.from_address(signals.address(0, 1)).value == -5
+    assert ctypes.c_int32.from_address(signals.address(0, 0)).value == 9
