@@ -68,7 +68,7 @@ class _Contents:
             self.item[place] = np.arange(first, last)
             self.begin_one[place], self.begin_two[place] = one[first:last], two[first:last]
             self.begin_class[place] = contract.item_class[first:last]
-            self.protected[place] = not schedule.in_place
+            self.protected[place] = schedule.keeps_input and not schedule.in_place
         for rank in range(contract.ranks):
             first, last = int(contract.first_output[rank]), int(contract.first_output[rank + 1])
             place = slice(int(schedule.first_atom[rank, OUTPUT]), int(schedule.first_atom[rank, OUTPUT]) + last - first)

@@ -9,7 +9,6 @@ also is the form in which messages cross nodes. Both end in the same four verbs,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray

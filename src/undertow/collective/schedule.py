@@ -87,6 +87,8 @@ class Schedule:
     semaphore_of_packets: NDArray[np.bool_]  # never posted: the flags in the packets say the same
     codes: tuple[CodeType, ...] = field(repr=False)
     rows: NDArray[np.int32] = field(repr=False)  # code and line of each operation
+    worker_channel: Ints | None = None  # of each worker, where the format it was read from numbers channels
+    keeps_input: bool = True  # False: a call that is not in place uses its input as scratch, as foreign ones may
 
     @property
     def ranks(self) -> int:
