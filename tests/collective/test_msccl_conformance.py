@@ -45,7 +45,7 @@ def test_there_are_production_files() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_production_file(path: Path) -> None:
     imported = read(path)
-    again = msccl_read.parse(text(imported.schedules[0], imported).encode(), "again")
+    again = msccl_read.parse(text(imported.schedules[0], like=imported).encode(), "again")
     assert operations(again) == operations(imported.source)
     assert again.facts == imported.source.facts
     for schedule in imported.schedules:
@@ -56,7 +56,7 @@ def test_a_production_file(path: Path) -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_production_file_written_and_read_again(path: Path, tmp_path: Path) -> None:
     imported = read(path)
-    (tmp_path / "again.xml").write_text(text(imported.schedules[0], imported))
+    (tmp_path / "again.xml").write_text(text(imported.schedules[0], like=imported))
     again = read(tmp_path / "again.xml")
     assert [one.digest for one in again.schedules] == [one.digest for one in imported.schedules]
     for schedule in again.schedules:

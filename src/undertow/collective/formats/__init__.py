@@ -1,6 +1,6 @@
 """Schedules of other systems: read, judged and run like our own, and written for them.
 
-imported = read("allreduce.xml")             # MSCCL's XML, in all its dialects
+imported = read("allreduce.xml")             # MSCCL's XML in all its dialects, or an MSCCL++ plan in JSON
 check(imported.schedules[0])                 # result, deadlocks with the file's queues, races
 write(imported.schedules[0], "again.xml", imported)
 """
@@ -12,10 +12,21 @@ from pathlib import Path
 
 from ...errors import InvalidArgument
 from ..schedule import Schedule
-from . import msccl_export, msccl_import, msccl_read, msccl_write
+from . import (
+    msccl_export,
+    msccl_import,
+    msccl_read,
+    msccl_write,
+    mscclpp_export,
+    mscclpp_import,
+    mscclpp_read,
+    mscclpp_write,
+)
 from .msccl import Algorithm, Facts
+from .mscclpp import Plan
 
-SUFFIXES = (".xml",)
+XML, JSON = ".xml", ".json"
+SUFFIXES = (XML, JSON)
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,7 @@ class Imported:
 
     path: str
     schedules: tuple[Schedule, ...]
-    source: Algorithm
+    source: Algorithm | Plan
 
     @property
     def name(self) -> str:
@@ -35,28 +46,37 @@ class Imported:
         return self.schedules[0].ranks
 
     def with_split_messages(self) -> list[Schedule]:
-        """The same where every chunk is a message of its own, as long ones are."""
+        """The same where every chunk is a message of its own, as MSCCL sends long ones; none if nothing is queued."""
+        if not isinstance(self.source, Algorithm):
+            return []
         return msccl_import.schedules(self.source, self.path, split=True)
 
 
 def read(path: str | Path, slots: int | None = None) -> Imported:
     """The schedules of a file. `slots`: messages that a connection holds, instead of what its protocol says."""
-    _suffix(path)
-    source = msccl_read.read(path)
-    return Imported(str(path), tuple(msccl_import.schedules(source, str(path), slots=slots)), source)
+    source: Algorithm | Plan
+    if _suffix(path) == XML:
+        source = msccl_read.read(path)
+        return Imported(str(path), tuple(msccl_import.schedules(source, str(path), slots=slots)), source)
+    source = mscclpp_read.read(path)
+    return Imported(str(path), (mscclpp_import.schedule_of(source, str(path)),), source)
 
 
 def write(schedule: Schedule, path: str | Path, like: Imported | None = None, facts: Facts | None = None) -> None:
     """Write a schedule in the format of the file's name. `like`: where it was read from, for what that file says."""
-    _suffix(path)
-    Path(path).write_text(text(schedule, like, facts), encoding="utf-8")
+    Path(path).write_text(text(schedule, _suffix(path), like, facts), encoding="utf-8")
 
 
-def text(schedule: Schedule, like: Imported | None = None, facts: Facts | None = None) -> str:
-    """What `write` writes."""
+def text(schedule: Schedule, suffix: str = XML, like: Imported | None = None, facts: Facts | None = None) -> str:
+    """What `write` writes. XML takes staged schedules, JSON direct ones; `facts` are for XML."""
     source = None if like is None else like.source
-    given = facts or (None if source is None else source.facts)
-    return msccl_write.text_of(msccl_export.algorithm_of(schedule, given, source))
+    if suffix == XML:
+        known = source if isinstance(source, Algorithm) else None
+        given = facts or (None if known is None else known.facts)
+        return msccl_write.text_of(msccl_export.algorithm_of(schedule, given, known))
+    if isinstance(source, Plan) and mscclpp_import.schedule_of(source).digest == schedule.digest:
+        return mscclpp_write.text_of(source)  # as it was read: packets and pipelines are known there only
+    return mscclpp_write.text_of(mscclpp_export.plan_of(schedule))
 
 
 def _suffix(path: str | Path) -> str:
