@@ -13,7 +13,7 @@ from xml.parsers import expat
 from ...errors import UnreadableFile
 from .lanes import MOST_STEPS as MOST_STEPS_OF_ALL
 from .msccl import BUFFERS, COLLECTIVES, RECEIVES, SENDS, SLOTS, TYPES, Algorithm, Facts, Gpu, Step, Threadblock
-from .text import MOST_RANKS, damaged, read_bytes, shown, whole_number
+from .text import LONGEST_WORD, MOST_RANKS, damaged, read_bytes, shown, whole_number
 
 _LEVELS = ("algo", "gpu", "tb", "step")
 _KNOWN = frozenset(
@@ -167,7 +167,10 @@ class _Reader:
             self._number(element, "nthreads", 1) if "nthreads" in element.attributes else None,
             tuple((name, value) for name, value in element.attributes.items() if name not in _KNOWN),
         )
-        return Algorithm(element.attributes.get("name", collective), collective, chunks, gpus, facts)
+        name = element.attributes.get("name", collective)
+        if len(name) > LONGEST_WORD or not name.isprintable():
+            self._damaged(f"name is {shown(name)}, but must be a word of at most {LONGEST_WORD} letters", element.line)
+        return Algorithm(name, collective, chunks, gpus, facts)
 
     # -- attributes ----------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .mscclpp import CHANNEL_TYPES, KNOWN, NEEDS_MULTICAST, SUMS, Gpu, Operand, Operation, Plan
-from .text import MOST_RANKS, damaged, read_bytes, shown
+from .text import LONGEST_WORD, MOST_RANKS, damaged, read_bytes, shown
 
 _MOST_CONTAINERS, _MOST_VALUES = 1 << 20, 1 << 22
 _MOST_NUMBER = 1 << 31
@@ -135,7 +135,7 @@ class _Reader:
 
     def _text(self, fields: dict[str, Any], name: str, where: str) -> str:
         value = fields.get(name)
-        if not isinstance(value, str):
+        if not isinstance(value, str) or len(value) > LONGEST_WORD or not value.isprintable():
             self._damaged(f"{name} of {where} is {shown(value)}, but must be a word")
         return value
 

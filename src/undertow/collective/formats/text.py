@@ -10,6 +10,7 @@ from ...errors import UnreadableFile
 
 MOST_BYTES = 64 << 20
 MOST_RANKS = 1024
+LONGEST_WORD = 255
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
