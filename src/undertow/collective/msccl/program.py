@@ -73,7 +73,7 @@ class MSCCLProgram:
         self.num_ranks = collective.num_ranks
         self.buffers: list[dict[object, list[Content]]] = []
         for one in collective.init_buffers():
-            self.buffers.append({name: slots for name, slots in one.items()})
+            self.buffers.append(dict(one.items()))
         for of_rank in self.buffers:  # where a file speaks of one buffer only, the other is the same
             of_rank.setdefault(Buffer.output, of_rank[Buffer.input])
         aliased = all(one[Buffer.input] is one[Buffer.output] for one in self.buffers)
