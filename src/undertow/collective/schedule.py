@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from types import CodeType
 
 import numpy as np
@@ -153,6 +154,12 @@ class Schedule:
         for one in arrays:
             found.update(np.ascontiguousarray(one).tobytes())
         return found.hexdigest()[:16]
+
+    def save(self, path: str | Path) -> None:
+        """For another system: MSCCL's XML (a staged schedule) or an MSCCL++ plan in JSON (a direct one), by suffix."""
+        from .formats import write
+
+        write(self, path)
 
     # -- words for people --------------------------------------------------------------------------------------------
 

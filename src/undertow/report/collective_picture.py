@@ -92,8 +92,8 @@ def _chunk(schedule: Schedule, at: int, atoms: list[int]) -> int:
 
 
 def colour(chunk: int, chunks: int, light: float = 0.55) -> str:
-    """As hexadecimal digits; neighbours differ."""
-    turn = (chunk * 0.618034) % 1.0 if chunks > 12 else chunk / max(1, chunks)
+    """As hexadecimal digits. Neighbours differ while there are few; of many, neighbours look alike."""
+    turn = (chunk * 0.618034) % 1.0 if 12 < chunks <= MOST_ROWS else 0.9 * chunk / max(1, chunks)
     red, green, blue = colorsys.hls_to_rgb(turn, light, 0.62)
     return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
 

@@ -171,7 +171,8 @@ def _step(places: Places, sources: list[int], stores: list[int], count: int) -> 
     else:
         name = "s" if sends else "re" if len(own) > 1 else "cpy"
     source = places.of(own[-1]) if own else None
-    return Draft(name, source, places.of(kept[0]) if kept else None, count)
+    itself = source if name == "cpy" else None  # in place, a copy of a chunk to itself stores nothing
+    return Draft(name, source, places.of(kept[0]) if kept else itself, count)
 
 
 def _refused(schedule: Schedule, reason: str) -> NotExpressible:

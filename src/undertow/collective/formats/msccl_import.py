@@ -309,8 +309,8 @@ def _lowered_step(
             sources = [own[0]]
         if step.type in RECEIVES:
             sources.append(arriving[place])
-        if step.type in STORES:
-            stores = [own[1]]
+        if step.type in STORES and not (step.type == "cpy" and own[0] == own[1]):
+            stores = [own[1]]  # in place, a copy may be of a chunk to itself, which changes nothing
         if step.type in SENDS:
             stores.append(leaving[place])
     return LoweredStep(sources, stores, seat.count, step.line)
