@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from ..errors import InvalidArgument
+from .collective_targets import Form, check_ranks, compiled, foreign_text, verdicts
 from .options import Device, check_writable
-
-if TYPE_CHECKING:
-    from ..collective.schedule import Schedule
-    from ..report.collective import Request, Verdict
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -143,15 +138,14 @@ def check(
     instances: InstancesOption = 1,
 ) -> None:
     """Say of every form of a program whether it is right in every order of events, or what is wrong and where."""
-    verdicts = []
-    for width, verdict in _verdicts(
-        program, ranks, nodes, root, _targets(target), in_place, slots, depth, workers, instances, search_slots=True
-    ):
+    form = Form(ranks, nodes, root, _targets(target), in_place, slots, depth, workers, instances)
+    found = []
+    for width, verdict in verdicts(program, form):
         typer.echo(verdict.line(width))
-        verdicts.append(verdict)
-    refused = sum(not one.right for one in verdicts)
+        found.append(verdict)
+    refused = sum(not one.right for one in found)
     if refused:
-        typer.echo(f"{refused} of {len(verdicts)} are refused.", err=True)
+        typer.echo(f"{refused} of {len(found)} are refused.", err=True)
         raise typer.Exit(1)
 
 
@@ -183,16 +177,17 @@ def compile_(
     if out is not None:
         check_writable(out)
     chosen = target or (OneTarget.direct if written is Format.mscclpp else OneTarget.staged)
-    schedules = _compiled(
-        program, ranks, nodes, root, chosen.value, in_place, slots, depth, workers, instances
-    )  # fmt: skip
+    form = Form(ranks, nodes, root, (chosen.value,), in_place, slots, depth, workers, instances)
+    schedules = compiled(program, form)
     for schedule in schedules:
         for line in [headline(schedule)] if out is not None else listing(schedule, rank):
             typer.echo(line)
     if out is not None:
-        text = (
-            to_json(schedules) if written is Format.undertow else _foreign_text(schedules, program, written, protocol)
-        )
+        if written is Format.undertow:
+            text = to_json(schedules)
+        else:
+            suffix = ".xml" if written is Format.msccl else ".json"
+            text = foreign_text(schedules, program, suffix, None if protocol is None else protocol.value)
         out.write_text(text)
 
 
@@ -215,7 +210,7 @@ def show(
 
     if out is not None:
         check_writable(out)
-    schedules = _compiled(program, ranks, nodes, root, target.value, in_place, None, 2, workers, 1)
+    schedules = compiled(program, Form(ranks, nodes, root, (target.value,), in_place, workers=workers))
     if out is not None:
         out.write_text(svg(flow(schedules[0])))
         typer.echo(f"{out}: {schedules[0].name}")
@@ -247,31 +242,18 @@ def run(
     from ..report.collective_runs import check_device, run_once
 
     check_device(device.value)
-    found = list(
-        _verdicts(
-            program,
-            ranks,
-            nodes,
-            root,
-            _targets(target),
-            in_place,
-            slots,
-            depth,
-            workers,
-            instances,
-            search_slots=False,
-        )
-    )
-    width, verdicts = found[0][0], [one for _, one in found]
-    for verdict in verdicts:
+    form = Form(ranks, nodes, root, _targets(target), in_place, slots, depth, workers, instances)
+    judged = list(verdicts(program, form, search_slots=False))
+    width, found = judged[0][0], [one for _, one in judged]
+    for verdict in found:
         if not verdict.right:
             typer.echo(verdict.line(width))
-    outcomes = run_once([one.schedule for one in verdicts if one.schedule is not None], nbytes, dtype.value)
+    outcomes = run_once([one.schedule for one in found if one.schedule is not None], nbytes, dtype.value)
     for outcome in outcomes:
         typer.echo(outcome.line(width))
-    bad = sum(not one.right for one in verdicts) + sum(one.wrong > 0 for one in outcomes)
+    bad = sum(not one.right for one in found) + sum(one.wrong > 0 for one in outcomes)
     if bad:
-        typer.echo(f"{bad} of {len(verdicts)} are refused or wrong.", err=True)
+        typer.echo(f"{bad} of {len(found)} are refused or wrong.", err=True)
         raise typer.Exit(1)
 
 
@@ -319,9 +301,10 @@ def bench(
     for one in programs:
         if is_schedule_file(one):
             entries.append(entry_for_file(one, in_place, slots))
-            _check_ranks(ranks, entries[-1].contract.ranks)
+            check_ranks(ranks, entries[-1].contract.ranks)
             continue
-        request = _request(ranks, nodes, root, (target.value,), in_place, slots, depth, workers, instances)
+        form = Form(ranks, nodes, root, (target.value,), in_place, slots, depth, workers, instances)
+        request = form.request()
         if one in CALL_FORMS:
             entries.append(entry_for_call(one, request))
         else:
@@ -338,104 +321,3 @@ def bench(
 
 def _targets(chosen: Target) -> tuple[str, ...]:
     return ("staged", "direct") if chosen is Target.both else (chosen.value,)
-
-
-def _request(
-    ranks: int | None,
-    nodes: int,
-    root: int,
-    targets: tuple[str, ...],
-    in_place: bool | None,
-    slots: int | None,
-    depth: int,
-    workers: int | None,
-    instances: int,
-) -> Request:
-    from ..collective.compiler import SLOTS
-    from ..report.collective import Request
-
-    if ranks is None:
-        raise typer.BadParameter("a program needs to know how many ranks.", param_hint="--ranks")
-    return Request(ranks, nodes, root, targets, in_place, slots or SLOTS, depth, workers, instances)
-
-
-def _check_ranks(asked: int | None, held: int) -> None:
-    if asked is not None and asked != held:
-        raise InvalidArgument(argument="--ranks", was=asked, must=f"{held} or left out, as the file is for {held}")
-
-
-def _verdicts(
-    target: str,
-    ranks: int | None,
-    nodes: int,
-    root: int,
-    targets: tuple[str, ...],
-    in_place: bool | None,
-    slots: int | None,
-    depth: int,
-    workers: int | None,
-    instances: int,
-    search_slots: bool,
-) -> Iterator[tuple[int, Verdict]]:
-    """On every form of what `target` names, be it a program or a schedule file; with the width of the longest name."""
-    from ..collective.loading import is_schedule_file, load
-    from ..report.collective import check
-    from ..report.collective_files import check_file
-
-    if is_schedule_file(target):
-        for verdict in check_file(target, in_place, slots, search_slots):
-            if verdict.ranks:
-                _check_ranks(ranks, verdict.ranks)
-            yield len(verdict.program), verdict
-        return
-    request = _request(ranks, nodes, root, targets, in_place, slots, depth, workers, instances)
-    programs = load(target)
-    width = max(len(one.name) for one in programs)
-    for verdict in check(programs, request, search_slots):
-        yield width, verdict
-
-
-def _compiled(
-    target: str,
-    ranks: int | None,
-    nodes: int,
-    root: int,
-    kind: str,
-    in_place: bool,
-    slots: int | None,
-    depth: int,
-    workers: int | None,
-    instances: int,
-) -> list[Schedule]:
-    """What `target` names as schedules, checked; of a file, the first form it is for."""
-    from ..collective.checker import check
-    from ..collective.loading import is_schedule_file, load
-
-    if is_schedule_file(target):
-        from ..collective.formats import read
-
-        schedules = list(read(target, slots).schedules[:1])
-        _check_ranks(ranks, schedules[0].ranks)
-        for one in schedules:
-            check(one)
-        return schedules
-    request = _request(ranks, nodes, root, (kind,), in_place, slots, depth, workers, instances)
-    return [request.compile(request.trace(one), kind, in_place) for one in load(target)]
-
-
-def _foreign_text(schedules: list[Schedule], target: str, written: Format, protocol: Protocol | None) -> str:
-    from dataclasses import replace
-
-    from ..collective.formats import JSON, XML, read, text
-    from ..collective.formats.msccl import Algorithm, Facts
-    from ..collective.loading import is_schedule_file
-
-    if len(schedules) != 1:
-        must = f"one program: {target} makes {len(schedules)}, and such a file holds one schedule"
-        raise InvalidArgument(argument="target", was=target, must=must)
-    like = read(target) if is_schedule_file(target) else None
-    suffix = XML if written is Format.msccl else JSON
-    facts = like.source.facts if like is not None and isinstance(like.source, Algorithm) else None
-    if protocol is not None:
-        facts = replace(facts or Facts(), protocol=protocol.value)
-    return text(schedules[0], suffix, like, facts)

@@ -200,6 +200,9 @@ def _refuse(
         reason = f"rank {poster} posts {b} times for rank {waiter}, but the schedule counts on"
         reason += f" {schedule.semaphore_posts[a]} a call or iteration"
         _raise(schedule, -1, reason, [])
+    if kind == core.TOO_LARGE:
+        reason = f"it is too large to be judged: {len(schedule.worker_rank)} workers, too many of them ahead of others"
+        _raise(schedule, int(row[b]), reason, [])
     name = schedule.chunk_name(atom)
     again = f", in iteration {iteration}" if iteration else ""
     if kind == core.WRONG:

@@ -21,7 +21,6 @@ from ..schedule import END, MOVE, Instructions, Schedule
 from ..semaphores import number, starts
 from ..topology import Topology
 from .order import sequential
-from .text import damaged
 
 INPUT_NAME, OUTPUT_NAME, SCRATCH_NAME, STAGING_NAME = "input", "output", "scratch", "staging"
 SCRATCH, STAGING = 2, 3
@@ -29,7 +28,8 @@ _SORTS = 1
 MOST_LANES = 4096  # the checker knows what each lane knows of each other one
 MOST_CHUNKS = 1 << 20  # of all buffers of all ranks
 MOST_STEPS = 1 << 18
-MOST_LESSONS = 1 << 26  # lanes times posts: what each post may have to tell of each lane
+MOST_MOVES = 1 << 20  # chunks that all steps move together
+MOST_LANES_OF_A_RANK = 256
 
 
 @dataclass(slots=True)
@@ -115,8 +115,6 @@ class Lowered:
         numbered = number(
             numbers[:, 0], numbers[:, 1], numbers[:, 2], np.zeros(len(numbers), np.int64), worker_of, len(lanes), _SORTS
         )
-        if len(lanes) * len(numbered.post_semaphore) > MOST_LESSONS:
-            damaged(self.path, 0, f"it is too large to be judged: {len(lanes)} threadblocks with {len(steps)} steps")
         order = sequential(first.tolist(), numbers, len(steps))
         contract = self._meaning(steps, order) if self.contract.name == "custom" else self.contract
         count = np.array([one.count for one in steps], np.int32)

@@ -23,6 +23,8 @@ from ..schedule import Schedule
 from .lanes import (
     MOST_CHUNKS,
     MOST_LANES,
+    MOST_LANES_OF_A_RANK,
+    MOST_MOVES,
     SCRATCH,
     SCRATCH_NAME,
     STAGING,
@@ -125,8 +127,14 @@ class _Importer:
 
     def _check_sizes(self) -> None:
         ranks = self._algorithm.ranks
+        moved = sum(step.count for gpu in self._algorithm.gpus for block in gpu.threadblocks for step in block.steps)
+        if moved > MOST_MOVES:
+            damaged(self._path, 0, f"its steps move {moved} chunks in all, more than {MOST_MOVES}")
         for rank, gpu in enumerate(self._algorithm.gpus):
             sizes = {"i": self._contract.inputs[rank], "o": self._contract.outputs[rank], "s": gpu.scratch_chunks}
+            if len(gpu.threadblocks) > MOST_LANES_OF_A_RANK:
+                reason = f"gpu {rank} has {len(gpu.threadblocks)} threadblocks, more than {MOST_LANES_OF_A_RANK}"
+                damaged(self._path, 0, reason)
             for letter, said in (("i", gpu.input_chunks), ("o", gpu.output_chunks)):
                 if said not in (0, sizes[letter]):
                     reason = f"{letter}_chunks of gpu {rank} is {said}, but must be {sizes[letter]} or 0"
@@ -224,7 +232,7 @@ class _Importer:
                         continue
                     key = (rank, peer, block.channel) if sends else (peer, rank, block.channel)
                     sides = ends.setdefault(key, {})
-                    if sends in sides:
+                    if sends in sides:  # counts would mean nothing any more
                         verb = "send to" if sends else "receive from"
                         self._refuse(0, f"two tbs of gpu {rank} {verb} gpu {peer} on channel {block.channel}")
                     seats = self._seats[number]

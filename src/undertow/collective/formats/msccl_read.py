@@ -154,7 +154,7 @@ class _Reader:
         if len(gpus) != ranks:
             self._damaged(f"ngpus is {ranks}, but there are {len(gpus)} of them", element.line)
         collective = self._word(element, "coll", tuple(COLLECTIVES))
-        protocol = self._word(element, "proto", tuple(SLOTS))
+        protocol = self._word(element, "proto", tuple(SLOTS)) if "proto" in element.attributes else "Simple"
         chunks = self._number(element, "nchunksperloop", 1)
         in_place = self._number(element, "inplace", 0, 1, default=0) == 1
         apart = self._number(element, "outofplace", 0, 1, default=int(not in_place)) == 1

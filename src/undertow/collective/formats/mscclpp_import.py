@@ -19,7 +19,20 @@ from ...errors import ProgramRefused
 from ..contract import BUILT_IN, Contract, custom
 from ..language import INPUT, OUTPUT
 from ..schedule import Schedule
-from .lanes import MOST_CHUNKS, MOST_LANES, SCRATCH, SCRATCH_NAME, Lane, Layout, Lowered, Place, Step, join_at_end
+from .lanes import (
+    MOST_CHUNKS,
+    MOST_LANES,
+    MOST_LANES_OF_A_RANK,
+    MOST_MOVES,
+    SCRATCH,
+    SCRATCH_NAME,
+    Lane,
+    Layout,
+    Lowered,
+    Place,
+    Step,
+    join_at_end,
+)
 from .mscclpp import (
     COLLECTIVES,
     COPIES,
@@ -77,8 +90,10 @@ class _Importer:
         scratch = [gpu.scratch_chunks * self._grain for gpu in plan.gpus]
         if self._grain > _MOST_GRAIN or atoms + sum(scratch) > MOST_CHUNKS:
             damaged(path, 0, f"groups of threadblocks cut its chunks into {self._grain} parts, too many")
-        if sum(max(1, len(gpu.threadblocks)) for gpu in plan.gpus) > MOST_LANES:
-            damaged(path, 0, f"it has more than {MOST_LANES} threadblocks in all")
+        blocks = [max(1, len(gpu.threadblocks)) for gpu in plan.gpus]
+        if sum(blocks) > MOST_LANES or max(blocks) > MOST_LANES_OF_A_RANK:
+            most = f"{MOST_LANES_OF_A_RANK} threadblocks on a gpu, or {MOST_LANES} in all"
+            damaged(path, 0, f"it has more than {most}")
         if plan.in_place and contract.in_place is None:
             contract = replace(contract, in_place=(0,) * contract.ranks)
         self._contract = contract.refined(self._grain)
@@ -90,6 +105,7 @@ class _Importer:
         self._releases: dict[tuple[int, int], list[Place]] = {}
         self._acquires: dict[tuple[int, int], list[Place]] = {}
         self._barriers: dict[tuple[int, int, int], list[tuple[Place, int]]] = {}
+        self._moved = 0
         self._packets: dict[int, Place] = {}
         self._unpacked: list[tuple[Place, int]] = []
 
@@ -184,6 +200,9 @@ class _Importer:
                 damaged(self._path, 0, f"{reason}, which has {held}")
             found.append(int(self._layout.first[owner, buffer]) + operand.index * self._grain)
         count = operands[0].size * self._grain // one.share[1]
+        self._moved += count
+        if self._moved > MOST_MOVES:
+            damaged(self._path, 0, f"its operations move more than {MOST_MOVES} chunks in all")
         return [atom + one.share[0] * count for atom in found], count
 
     def _pack(self, place: Place, atom: int, count: int) -> None:
@@ -228,6 +247,8 @@ class _Importer:
             if {wanted for _, wanted in arrivals} != {len(arrivals)}:
                 self._refuse(f"barrier {barrier} of gpu {owner} is reached by {len(arrivals)} threadblocks, not as many"
                              " as it is for")  # fmt: skip
+            if len(self._waits) + len(arrivals) ** 2 > MOST_MOVES:
+                damaged(self._path, 0, f"its barriers make more than {MOST_MOVES} waits")
             for one, _ in arrivals:
                 for other, _ in arrivals:
                     if one != other:

@@ -76,12 +76,12 @@ class MSCCLProgram:
             self.buffers.append(dict(one.items()))
         for of_rank in self.buffers:  # where a file speaks of one buffer only, the other is the same
             of_rank.setdefault(Buffer.output, of_rank[Buffer.input])
-        aliased = all(one[Buffer.input] is one[Buffer.output] for one in self.buffers)
         contract = collective.contract()
-        self.in_place = aliased if contract is None else collective.inplace
+        self.in_place = collective.inplace
         if contract is None:
             sizes = [[len(one[buffer]) for one in self.buffers] for buffer in (Buffer.input, Buffer.output)]
             contract = custom(collective.name, sizes[0], sizes[1], {})
+            self.in_place = self._overlap() is not None  # a custom collective shows it by its buffers
         self.trace = Trace(name, contract, topo.as_ours())
         self._names: dict[object, str] = {Buffer.scratch: "scratch"}
 
@@ -124,8 +124,7 @@ class MSCCLProgram:
                 if content is not None
             }
             contract = custom("custom", self.trace.contract.inputs, self.trace.contract.outputs, after)
-            in_place = (0,) * self.num_ranks if self.in_place else None
-            self.trace.contract = replace(contract, in_place=in_place)
+            self.trace.contract = replace(contract, in_place=self._overlap())
         return self.trace
 
     def check(self) -> bool:
@@ -145,6 +144,16 @@ class MSCCLProgram:
         return text(schedule, XML_SUFFIX, facts=Facts(self.protocol, (self.in_place,)))
 
     # -- slots ---------------------------------------------------------------------------------------------------------
+
+    def _overlap(self) -> tuple[int, ...] | None:
+        """Of a custom collective: the place of the shorter user buffer inside the longer, on each rank; None: apart."""
+        if all(one[Buffer.input] is one[Buffer.output] for one in self.buffers):
+            return (0,) * self.num_ranks
+        for inner, outer in ((Buffer.output, Buffer.input), (Buffer.input, Buffer.output)):
+            found = [self.collective.get_buffer_index(rank, inner, 0) for rank in range(self.num_ranks)]
+            if all(buffer is outer for buffer, _ in found):
+                return tuple(index for _, index in found)
+        return None
 
     def _at(self, rank: int, buffer: object, index: int) -> Content:
         buffer, index = self.collective.get_buffer_index(rank, buffer, index)
