@@ -101,6 +101,21 @@ def test_one_sentence_about_a_damaged_file(text: str, said: str) -> None:
     assert said in complaint(text)
 
 
+def test_what_would_take_too_long_is_refused_at_once() -> None:
+    many = [block(number, step(0, "cpy", "i0", "o0")) for number in range(257)]
+    assert "gpu 0 has 257 threadblocks, more than 256" in complaint(made_algorithm(gpu(0, *many), gpu(1)))
+    wide = [step(at, "cpy", "s0", "s100000", cnt=100_000) for at in range(20)]
+    assert "move 2000000 chunks in all, more than" in complaint(
+        made_algorithm(gpu(0, block(0, *wide), s=200_000), gpu(1))
+    )
+    assert "more than 1048576" in complaint(made_algorithm(gpu(0, s=2_000_000), gpu(1)))
+    meeting = [[{"name": "barrier", "barrier_id": at, "num_threadblocks": 200} for at in range(40)]] * 200
+    whole = json.dumps(plan(plan_gpu(0, [1], meeting), plan_gpu(1, [0], [[]]))).encode()
+    assert "its barriers make more than" in judge(whole, JSON)
+    many = json.dumps(plan(plan_gpu(0, [1], [[]] * 300), plan_gpu(1, [0], [[]]))).encode()
+    assert "more than 256 threadblocks on a gpu" in judge(many, JSON)
+
+
 def test_lines_are_named() -> None:
     lines = exchange().replace("<tb", "\n<tb").replace('type="cpy"', 'type="cyp"', 1)
     assert complaint(lines).startswith("file cannot be read: line 2: type is 'cyp'")

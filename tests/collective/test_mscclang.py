@@ -251,6 +251,12 @@ def test_misuse_is_one_sentence() -> None:
             chunk(0, Buffer.input, 3)
         with pytest.raises(InvalidArgument, match="num is 2, but must be a divisor of 1"):
             chunk(0, Buffer.input, 0).split(2)
+    other = program("q", 2, Free(2, 4, False))
+    with other:
+        grouped = chunk(0, Buffer.input, 3).group(chunk(0, Buffer.input, 0))
+        assert (grouped.index, grouped.size) == (0, 4)
+        with pytest.raises(InvalidArgument, match=r"other is .*rank 1.*but must be in the buffer of"):
+            grouped.group(chunk(1, Buffer.input, 0))
     linked = MSCCLProgram("line", line(3), AllReduce(3, 1, True), 1)
     with linked, pytest.raises(ProgramRefused, match="no link leads from rank 0 to rank 2"):
         chunk(0, Buffer.input, 0).copy(2)

@@ -170,11 +170,12 @@ class Schedule:
         return f"{self.buffers[buffer]}[{(atom - int(self.first_atom[rank, buffer])) // self.grain}] of rank {rank}"
 
     def where(self, row: int) -> str:
-        """File and line of an operation."""
+        """File and line of an operation; formats whose readers know no lines have line 0."""
         if row < 0 or row >= len(self.rows):
             return "its contract"
         code, line = self.rows[row]
-        return f"{self.codes[code].co_filename}:{line}"
+        path = self.codes[code].co_filename
+        return f"{path}:{line}" if line else path
 
     def describe(self, instruction: int) -> str:
         """One instruction in a line, with its source line."""

@@ -27,7 +27,7 @@ SCRATCH, STAGING = 2, 3
 _SORTS = 1
 MOST_LANES = 4096  # the checker knows what each lane knows of each other one
 MOST_CHUNKS = 1 << 20  # of all buffers of all ranks
-MOST_STEPS = 1 << 18
+MOST_STEPS = 1 << 17
 MOST_MOVES = 1 << 20  # chunks that all steps move together
 MOST_LANES_OF_A_RANK = 256
 

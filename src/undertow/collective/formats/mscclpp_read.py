@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .lanes import MOST_STEPS
 from .mscclpp import CHANNEL_TYPES, KNOWN, NEEDS_MULTICAST, SUMS, Gpu, Operand, Operation, Plan
 from .text import LONGEST_WORD, MOST_RANKS, damaged, read_bytes, shown
 
@@ -44,6 +45,7 @@ def _no_constant(name: str) -> NoReturn:
 class _Reader:
     def __init__(self, path: str) -> None:
         self._path = path
+        self.operations = 0
 
     def plan(self, whole: Any) -> Plan:
         fields = self._object(whole, "the file")
@@ -185,6 +187,9 @@ class _Block:
 
     def _operation(self, fields: dict[str, Any], depth: int) -> Operation:
         reader, where = self._reader, self._where
+        reader.operations += 1
+        if reader.operations > MOST_STEPS:
+            reader._damaged(f"there are more than {MOST_STEPS} operations")
         name = reader._text(fields, "name", f"an operation of {where}")
         if name in NEEDS_MULTICAST:
             reader._damaged(f"{where} has the operation {name}, which needs multicast hardware")

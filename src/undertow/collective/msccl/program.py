@@ -232,11 +232,12 @@ class Ref:
         return [Ref(self.prog, self.rank, self.buffer, self.index + part * size, size) for part in range(num)]
 
     def group(self, other: Ref) -> Ref:
-        """Both as one; they must lie side by side."""
-        first, second = sorted((self, other), key=lambda one: one.index)
-        if (first.rank, first.buffer) != (second.rank, second.buffer) or second.index != first.index + first.size:
-            raise InvalidArgument(argument="other", was=repr(other), must=f"right beside {self!r}")
-        return Ref(self.prog, first.rank, first.buffer, first.index, first.size + second.size)
+        """The smallest range with both in it; of one buffer."""
+        if (self.rank, self.buffer) != (other.rank, other.buffer):
+            raise InvalidArgument(argument="other", was=repr(other), must=f"in the buffer of {self!r}")
+        first = min(self.index, other.index)
+        end = max(self.index + self.size, other.index + other.size)
+        return Ref(self.prog, self.rank, self.buffer, first, end - first)
 
     def get_origin_rank(self, index: int = 0) -> int:
         return self._chunk(index).origin_rank
