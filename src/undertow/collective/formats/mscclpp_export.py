@@ -4,7 +4,8 @@ A worker becomes a threadblock; what it waits for and posts becomes waits and si
 semaphores (inside one). Waits for an earlier iteration guard scratch that we use again. The executor has all of it at
 once, but uses it again in the next launch: so whoever reaches into another rank's scratch first waits for a signal that
 this rank has begun the launch, and a rank does not end one before others have read its scratch. Between operations that
-may depend on each other stands a nop, the executor's barrier of a threadblock.
+may depend on each other stands a nop, the executor's barrier of a threadblock. A worker with more operations than a
+threadblock may have becomes several, which hand over to each other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...errors import NotExpressible
 from ..language import OUTPUT
 from ..schedule import END, MOVE, START, Schedule
 from .msccl_places import LETTERS
-from .mscclpp import MOST_BUFFERS_OF_ONE, MOST_CHANNELS_OF_ONE, Gpu, Operand, Operation, Plan
+from .mscclpp import MOST_BUFFERS_OF_ONE, MOST_CHANNELS_OF_ONE, MOST_OPERATIONS, Gpu, Operand, Operation, Plan
 from .order import waits_of
 
 FORMAT = "MSCCL++ JSON"
@@ -73,13 +74,19 @@ class _Exporter:
     def plan(self) -> Plan:
         schedule, contract = self._schedule, self._schedule.contract
         blocks: list[list[tuple[Operation, ...]]] = [[] for _ in range(schedule.ranks)]
+        near = [
+            sum(self._rank[one.waiter] == self._rank[one.poster] == rank for one in self._semaphores.values())
+            for rank in range(schedule.ranks)
+        ]
         for worker, rank in enumerate(self._rank):
-            blocks[rank].append(tuple(self._block(worker, rank)))
+            parts = _parts(self._block(worker, rank), near[rank])
+            near[rank] += len(parts) - 1
+            blocks[rank] += parts
         gpus = tuple(
             Gpu(
                 contract.inputs[rank], contract.outputs[rank], self._scratch[rank],
                 {"memory": tuple(self._channels[rank])} if self._channels[rank] else {},
-                (0,) * sum(self._rank[one.waiter] == self._rank[one.poster] == rank for one in self._used()),
+                (0,) * near[rank],
                 tuple(blocks[rank]),
             )
             for rank in range(schedule.ranks)
@@ -253,6 +260,22 @@ class _Exporter:
         made = Operand("s", self._scratch[rank], count)
         self._scratch[rank] += count
         return made
+
+
+def _parts(block: list[Operation], semaphore: int) -> list[tuple[Operation, ...]]:
+    """One threadblock, or as many as it takes, which hand over to each other with semaphores from this number on."""
+    if len(block) <= MOST_OPERATIONS:
+        return [tuple(block)]
+    room = MOST_OPERATIONS - 4  # what taking and handing over takes
+    made: list[tuple[Operation, ...]] = []
+    for begin in range(0, len(block), room):
+        part = block[begin : begin + room]
+        if begin:
+            part = [Operation("sem_acquire", semaphores=(semaphore + len(made) - 1,)), _NOP, *part]
+        if begin + room < len(block):
+            part = [*part, _NOP, Operation("sem_release", semaphores=(semaphore + len(made),))]
+        made.append(tuple(part))
+    return made
 
 
 def _copies(source: Operand, stores: list[Operand]) -> list[Operation]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from ...errors import ProgramRefused
 from ..contract import BUILT_IN, Contract, custom
@@ -106,6 +107,8 @@ class _Importer:
         self._acquires: dict[tuple[int, int], list[Place]] = {}
         self._barriers: dict[tuple[int, int, int], list[tuple[Place, int]]] = {}
         self._moved = 0
+        self._before: dict[int, list[tuple[int, Place]]] = {}  # by lane: its steps that wait, and for whom
+        self._indexed = 0
         self._packets: dict[int, Place] = {}
         self._unpacked: list[tuple[Place, int]] = []
 
@@ -227,22 +230,13 @@ class _Importer:
             self._awaited.setdefault((one.channel_type, peer, rank, which), []).append(place)
 
     def _match(self) -> None:
-        for key in sorted({*self._signals, *self._awaited}):
-            signals, waits = self._signals.get(key, []), self._awaited.get(key, [])
-            route = f"{key[0]} channel {key[3]} from gpu {key[1]} to gpu {key[2]}"
-            if len(signals) != len(waits):
-                self._refuse(f"{route} is signalled {len(signals)} times and waited for {len(waits)} times")
-            for places, verb in ((signals, "signal"), (waits, "wait")):
-                if len({place[0] for place in places}) > 1:
-                    self._refuse(f"several threadblocks {verb} on {route}, so nobody knows who is meant")
-            self._waits += [(wait, signal, 0) for wait, signal in zip(waits, signals, strict=True)]
-        for place, atom in self._unpacked:
-            if atom not in self._packets:
-                self._refuse("packets are read that nobody writes")
-            if self._packets[atom][0] != place[0]:
-                self._waits.append((place, self._packets[atom], 0))
-        for rank, semaphore in sorted({*self._releases, *self._acquires}):
-            self._match_semaphore(rank, semaphore)
+        """Inside ranks first: it decides whether threadblocks that share a channel use it one after the other."""
+        semaphores = sorted({*self._releases, *self._acquires})
+        shared = [
+            key for key in semaphores if len(_lanes(self._releases, key)) > 1 or len(_lanes(self._acquires, key)) > 1
+        ]
+        for key in [*(one for one in semaphores if one not in shared), *shared]:
+            self._match_semaphore(*key)
         for (owner, barrier, _), arrivals in sorted(self._barriers.items()):
             if {wanted for _, wanted in arrivals} != {len(arrivals)}:
                 self._refuse(f"barrier {barrier} of gpu {owner} is reached by {len(arrivals)} threadblocks, not as many"
@@ -253,24 +247,62 @@ class _Importer:
                 for other, _ in arrivals:
                     if one != other:
                         self._waits.append(((one[0], one[1] + 1), other, 0))
+        self._match_channels()
+        for place, atom in self._unpacked:
+            if atom not in self._packets:
+                self._refuse("packets are read that nobody writes")
+            if self._packets[atom][0] != place[0]:
+                self._waits.append((place, self._packets[atom], 0))
+
+    def _match_channels(self) -> None:
+        found: list[tuple[Place, Place, int]] = []
+        for key in sorted({*self._signals, *self._awaited}):
+            signals, waits = self._signals.get(key, []), self._awaited.get(key, [])
+            route = f"{key[0]} channel {key[3]} from gpu {key[1]} to gpu {key[2]}"
+            if len(signals) != len(waits):
+                self._refuse(f"{route} is signalled {len(signals)} times and waited for {len(waits)} times")
+            for places, verb in ((signals, "signal"), (waits, "wait")):
+                if not self._in_turn(places):
+                    self._refuse(f"several threadblocks {verb} on {route}, so nobody knows who is meant")
+            found += [(wait, signal, 0) for wait, signal in zip(waits, signals, strict=True)]
+        self._waits += found
+
+    def _in_turn(self, places: list[Place]) -> bool:
+        """Whether these come one after the other: of one threadblock, or of several that hand over to each other."""
+        return all(before[0] == after[0] or self._follows(after, before) for before, after in pairwise(places))
+
+    def _follows(self, after: Place, before: Place) -> bool:
+        """Whether the waits found so far lead back from one place to the other."""
+        if self._indexed != len(self._waits):
+            self._before.clear()
+            for waiter, waited, _ in self._waits:
+                self._before.setdefault(waiter[0], []).append((waiter[1], waited))
+            self._indexed = len(self._waits)
+        reached, ahead = {after[0]: after[1]}, [after]
+        while ahead:
+            lane, step = ahead.pop()
+            for at, (other, place) in self._before.get(lane, ()):
+                if at <= step and reached.get(other, -1) < place:
+                    reached[other] = place
+                    ahead.append((other, place))
+        return reached.get(before[0], -1) >= before[1]
 
     def _match_semaphore(self, rank: int, semaphore: int) -> None:
-        """One releases, one acquires: one by one. Else only what is sure: the last acquire follows all releases."""
+        """One by one where they come in turn. Else only what is sure: the last acquire follows all releases."""
         releases, acquires = self._releases.get((rank, semaphore), []), self._acquires.get((rank, semaphore), [])
         start = self._plan.gpus[rank].semaphores[semaphore]
         name = f"semaphore {semaphore} of gpu {rank}"
         if len(acquires) != len(releases):
             self._refuse(f"{name} is released {len(releases)} times and acquired {len(acquires)} times in a launch")
-        releasers, acquirers = {place[0] for place in releases}, {place[0] for place in acquires}
-        if len(releasers) <= 1 and len(acquirers) <= 1:
+        if self._in_turn(releases) and self._in_turn(acquires):
             self._waits += [
                 (acquire, releases[at - start], 0)
                 for at, acquire in enumerate(acquires)
                 if at >= start and acquire[0] != releases[at - start][0]
             ]
-        elif start == 0 and len(acquirers) == 1:
+        elif start == 0 and len({place[0] for place in acquires}) == 1:
             self._waits += [(acquires[-1], place, 0) for place in releases if place[0] != acquires[-1][0]]
-        elif start == 0 and len(releasers) == 1:
+        elif start == 0 and len({place[0] for place in releases}) == 1:
             self._waits += [(place, releases[0], 0) for place in acquires if place[0] != releases[0][0]]
         else:
             self._refuse(f"{name} is released and acquired by several threadblocks, so nobody knows who is meant")
@@ -285,6 +317,10 @@ class _Importer:
 
     def _refuse(self, reason: str) -> None:
         raise ProgramRefused(program=self._plan.name, where=self._path, reason=reason, trace="")
+
+
+def _lanes(known: dict[tuple[int, int], list[Place]], key: tuple[int, int]) -> set[int]:
+    return {place[0] for place in known.get(key, [])}
 
 
 def _flat(block: tuple[Operation, ...]) -> Iterator[Operation]:
