@@ -23,9 +23,11 @@ def check_file(
     except ProgramRefused as error:
         yield Verdict(str(error.facts["program"]), 0, "", False, None, 0.0, str(error))
         return
-    seconds = time.perf_counter() - began
+    reading = (time.perf_counter() - began) / len(imported.schedules)
     for at, schedule in enumerate(chosen_forms(imported, in_place)):
+        began = time.perf_counter()
         refusal = _refusal(schedule)
+        seconds = reading + time.perf_counter() - began
         least = None
         if search_slots and isinstance(imported.source, Algorithm):
             least = least_number(
@@ -35,7 +37,7 @@ def check_file(
         target = "staged" if schedule.staged else "direct"
         yield Verdict(
             schedule.name, schedule.ranks, target, schedule.in_place, None if refusal else schedule,
-            time.perf_counter() - began if at else seconds, refusal, least, _note(imported, schedule, refusal),
+            seconds, refusal, least, _note(imported, schedule, refusal),
         )  # fmt: skip
 
 
