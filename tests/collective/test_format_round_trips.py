@@ -72,6 +72,14 @@ def test_several_workers(suffix: str, workers: int) -> None:
             run_exactly(again, runs=1)
 
 
+def test_channels_are_shared_out() -> None:
+    """Of more than 32 threadblocks that send on a channel, some get another one."""
+    made = msccl_read.parse(text(compiled("all_gather_direct", 40, XML), XML).encode())
+    assert 2 <= made.channels <= 3
+    for again in msccl_import.schedules(made):
+        check(again)
+
+
 def test_what_a_format_cannot_say_is_refused() -> None:
     with pytest.raises(NotExpressible, match="only a staged schedule"):
         text(compiled("ring", 4, JSON), XML)

@@ -204,6 +204,26 @@ def test_d8_two_threadblocks_on_one_connection() -> None:
     right(prog)
 
 
+def test_threadblock_hints_take_no_channels() -> None:
+    """Every pair of ranks has one connection, whatever threadblocks are asked for: one channel will do."""
+    prog = program("hints", 8, AllGather(8, 1, True), threadblock_policy=ThreadblockPolicy.manual, instances=4)
+    with prog:
+        for rank in range(8):
+            for other in range(8):
+                if other != rank:
+                    chunk(rank, Buffer.input, 0).copy(other, Buffer.output, rank, sendtb=other, recvtb=rank)
+    assert msccl_read.parse(prog.xml().encode()).channels == 4
+
+
+def test_scratch_by_two_names() -> None:
+    prog = program("names", 2, Free(2, 2, False))
+    with prog:
+        for at, name in enumerate((Buffer.scratch, "scratch", "Buffer.scratch", ("a", 1))):
+            chunk(0, Buffer.input, at % 2).copy(1, name, 0).copy(1, Buffer.output, at)
+    right(prog)
+    assert len(prog.trace.buffers) == 6
+
+
 @pytest.mark.parametrize("protocol", ["Simple", "LL"])
 def test_d9_more_messages_than_a_queue_holds(protocol: str) -> None:
     prog = program("d9", 2, AllGather(2, 20, False), protocol=protocol)

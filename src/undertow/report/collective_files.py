@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..collective.checker import check as check_schedule
-from ..collective.formats import Imported, read
+from ..collective.formats import Imported, msccl_import, read
 from ..collective.formats.msccl import RECEIVES, Algorithm
 from ..collective.schedule import Schedule
 from ..errors import InvalidArgument, ProgramRefused
@@ -24,16 +25,13 @@ def check_file(
         yield Verdict(str(error.facts["program"]), 0, "", False, None, 0.0, str(error))
         return
     reading = (time.perf_counter() - began) / len(imported.schedules)
-    for at, schedule in enumerate(chosen_forms(imported, in_place)):
+    for schedule in chosen_forms(imported, in_place):
         began = time.perf_counter()
         refusal = _refusal(schedule)
         seconds = reading + time.perf_counter() - began
         least = None
         if search_slots and isinstance(imported.source, Algorithm):
-            least = least_number(
-                lambda number, at=at: not _refusal(chosen_forms(read(path, number), in_place)[at]),  # type: ignore[misc]
-                most_messages(imported.source),
-            )
+            least = _least_slots(imported.source, path, schedule.in_place)
         target = "staged" if schedule.staged else "direct"
         yield Verdict(
             schedule.name, schedule.ranks, target, schedule.in_place, None if refusal else schedule,
@@ -48,6 +46,16 @@ def chosen_forms(imported: Imported, in_place: bool | None) -> list[Schedule]:
         option, only = ("--in-place", "out of place") if in_place else ("--out-of-place", "in place")
         raise InvalidArgument(argument=option, was="given", must=f"left out: {imported.path} is only for calls {only}")
     return found
+
+
+def _least_slots(algorithm: Algorithm, path: str, in_place: bool) -> int | None:
+    """Messages that a connection must hold at least for this form to be right; None if no number will do."""
+    alone = replace(algorithm, facts=replace(algorithm.facts, forms=(in_place,)))
+
+    def accepted(slots: int) -> bool:
+        return not _refusal(msccl_import.schedules(alone, path, slots=slots)[0])
+
+    return least_number(accepted, most_messages(algorithm))
 
 
 def most_messages(algorithm: Algorithm) -> int:

@@ -9,10 +9,12 @@ reads and writes which chunk; what others imply is left out.
 from __future__ import annotations
 
 from ..schedule import Schedule
-from .msccl_cut import Cutter, Message, Operation
+from .msccl import MOST_THREADBLOCKS_OF_A_CHANNEL
+from .msccl_cut import Cutter, Operation
 from .msccl_steps import Draft, DraftBlock, Position
 
 _Route = tuple[int, int, int]  # rank, stream, peer
+_Connection = tuple[int, int, int, int]  # source, destination, stream, and which of those
 
 
 def lowered(schedule: Schedule, fuse: bool) -> tuple[list[list[DraftBlock]], list[int]]:
@@ -29,7 +31,7 @@ def lowered(schedule: Schedule, fuse: bool) -> tuple[list[list[DraftBlock]], lis
         ),
     )
     operations = list(cutter.operations())
-    blocks = _Blocks(schedule.ranks, cutter, routes, _channels(cutter))
+    blocks = _Blocks(schedule.ranks, cutter, routes)
     for one in operations:
         blocks.add(one)
     scratch = [cutter.scratch_chunks(rank) * schedule.instances for rank in range(schedule.ranks)]
@@ -51,28 +53,65 @@ def _routes(cutter: Cutter) -> dict[_Route, int]:
     }
 
 
-def _channels(cutter: Cutter) -> list[int]:
-    """Of each message: its stream's, or a further one where it would overtake a message of its connection."""
+def _connections(cutter: Cutter) -> list[_Connection]:
+    """Of each message: its stream's, or a further one where it would overtake a message of it."""
     turn = {message: at for at, message in enumerate(cutter.received)}
-    streams = 1 + max((one.stream for one in cutter.messages), default=0)
     latest: dict[tuple[int, int, int], list[int]] = {}
     found = []
     for number, one in enumerate(cutter.messages):
         ends = latest.setdefault((one.source, one.destination, one.stream), [])
         level = next((at for at, end in enumerate(ends) if end < turn[number]), len(ends))
         ends[level : level + 1] = [turn[number]]
-        found.append(one.stream + level * streams)
+        found.append((one.source, one.destination, one.stream, level))
+    return found
+
+
+def _channels(connections: list[_Connection], routes: dict[_Route, int]) -> dict[_Connection, int]:
+    """As few channels as possible: different ones for connections of the same two ranks, and no channel with more
+    threadblocks than it may have; the same one for connections that share a threadblock."""
+    group = {one: one for one in connections}
+
+    def head(one: _Connection) -> _Connection:
+        while group[one] != one:
+            one = group[one]
+        return one
+
+    for (rank, stream, origin), to in routes.items():
+        ends = (origin, rank, stream, 0), (rank, to, stream, 0)
+        group[head(ends[0])] = head(ends[1])
+    members: dict[_Connection, list[_Connection]] = {}
+    for one in sorted(group):
+        members.setdefault(head(one), []).append(one)
+    taken: set[tuple[int, int, int]] = set()  # source, destination, channel
+    users: dict[tuple[int, int, bool], int] = {}  # rank, channel, sends: threadblocks
+    found = {}
+    for together in members.values():
+        channel = 0
+        while any(
+            (one[0], one[1], channel) in taken
+            or users.get((one[0], channel, True), 0) >= MOST_THREADBLOCKS_OF_A_CHANNEL
+            or users.get((one[1], channel, False), 0) >= MOST_THREADBLOCKS_OF_A_CHANNEL
+            for one in together
+        ):
+            channel += 1
+        for one in together:
+            found[one] = channel
+            taken.add((one[0], one[1], channel))
+            for rank, sends in ((one[0], True), (one[1], False)):
+                users[rank, channel, sends] = users.get((rank, channel, sends), 0) + 1
     return found
 
 
 class _Blocks:
     """Operations, one after the other, onto threadblocks; with what each must wait for."""
 
-    def __init__(self, ranks: int, cutter: Cutter, routes: dict[_Route, int], channels: list[int]) -> None:
+    def __init__(self, ranks: int, cutter: Cutter, routes: dict[_Route, int]) -> None:
         self.made: list[list[DraftBlock]] = [[] for _ in range(ranks)]
-        self._cutter, self._channels, self._routes = cutter, channels, routes
+        self._cutter, self._routes = cutter, routes
         self._origins = {(rank, stream, to): origin for (rank, stream, origin), to in routes.items()}
-        self._ends: dict[tuple[int, int, int, bool], int] = {}  # rank, peer, channel, sends -> threadblock
+        self._connections = _connections(cutter)
+        self._channels = _channels(self._connections, routes)
+        self._ends: dict[tuple[_Connection, bool], int] = {}  # connection, sends -> threadblock
         self._writer: dict[int, Position] = {}
         self._readers: dict[int, list[Position]] = {}
         # Up to which step of each other threadblock of its rank a threadblock knows; and what each step taught.
@@ -118,11 +157,9 @@ class _Blocks:
     def _block(self, one: Operation) -> int:
         """Its threadblock: its connection's; for local work, the one that had to do with its chunks before."""
         if one.sent is not None:
-            message = self._cutter.messages[one.sent]
-            return self._end(one.rank, message, self._channels[one.sent], True)
+            return self._end(self._connections[one.sent], True)
         if one.received is not None:
-            message = self._cutter.messages[one.received]
-            return self._end(one.rank, message, self._channels[one.received], False)
+            return self._end(self._connections[one.received], False)
         for atom in (one.destination, one.source):
             if atom is not None and atom in self._writer:
                 return self._writer[atom][0]
@@ -131,20 +168,20 @@ class _Blocks:
             return self._new(one.rank, DraftBlock(-1, -1, 0))
         return min(range(len(blocks)), key=lambda number: len(blocks[number].steps))
 
-    def _end(self, rank: int, message: Message, channel: int, sends: bool) -> int:
+    def _end(self, connection: _Connection, sends: bool) -> int:
         """The threadblock of this end of a connection, with the end that it passes on to or takes from."""
-        peer = message.destination if sends else message.source
-        if (rank, peer, channel, sends) not in self._ends:
+        if (connection, sends) not in self._ends:
+            source, destination, stream, level = connection
+            rank, peer = (source, destination) if sends else (destination, source)
             partner = -1
-            if channel == message.stream:  # only a stream's first channel keeps its order
-                partners = self._origins if sends else self._routes
-                partner = partners.get((rank, message.stream, peer), -1)
-            block = DraftBlock(peer, partner, channel) if sends else DraftBlock(partner, peer, channel)
-            number = self._new(rank, block)
-            self._ends[rank, peer, channel, sends] = number
+            if level == 0:  # a stream's first connection is the one that routes lead over
+                partner = (self._origins if sends else self._routes).get((rank, stream, peer), -1)
+            ends = (peer, partner) if sends else (partner, peer)
+            self._ends[connection, sends] = number = self._new(rank, DraftBlock(*ends, self._channels[connection]))
             if partner >= 0:
-                self._ends[rank, partner, channel, not sends] = number
-        return self._ends[rank, peer, channel, sends]
+                other = (partner, rank, stream, 0) if sends else (rank, partner, stream, 0)
+                self._ends[other, not sends] = number
+        return self._ends[connection, sends]
 
     def _new(self, rank: int, block: DraftBlock) -> int:
         self.made[rank].append(block)

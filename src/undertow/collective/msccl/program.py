@@ -182,8 +182,12 @@ class MSCCLProgram:
             return view.input[index : index + size]
         if buffer is Buffer.output:
             return view.output[index : index + size]
-        name = self._names.setdefault(buffer, buffer if isinstance(buffer, str) else repr(buffer))
-        return view.scratch(name)[index : index + size]
+        if buffer not in self._names:
+            name = buffer if isinstance(buffer, str) else repr(buffer)
+            while name in self._names.values():  # 'scratch' and Buffer.scratch are two buffers
+                name += "'"
+            self._names[buffer] = name
+        return view.scratch(self._names[buffer])[index : index + size]
 
     def _record(self, kind: int, source: Ref, to: Ref, channel: int, frame: FrameType) -> None:
         self.trace.record(kind, source._place(), to._place(), channel, None, frame)
