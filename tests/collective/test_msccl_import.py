@@ -72,6 +72,26 @@ def reduction(*first: str, **others: object) -> str:
     return algorithm(one, other, coll="allreduce", chunks=2, inplace=1, **others)
 
 
+def test_what_makes_no_difference_is_written_as_it_was() -> None:
+    """An idle peer, a step of no chunks, a place that only informs."""
+    said = (
+        exchange()
+        .replace('send="-1"', 'send="1"', 1)
+        .replace('type="r" srcbuf="i" srcoff="0"', 'type="r" srcbuf="s" srcoff="9"')
+    )
+    said = said.replace('chan="0"', 'chan="5"', 1)
+    idle = step(1, "cpy", "i0", "o1", cnt=0)
+    said = said.replace("</tb>", idle + "</tb>", 1)
+    read = msccl_read.parse(said.encode(), "file.xml")
+    made = msccl_import.schedules(read, "file.xml")[0]
+    check(made)
+    again = msccl_export.algorithm_of(made, read.facts, read)
+    assert [(one.send, one.channel) for one in again.gpus[0].threadblocks] == [(1, 5), (1, 0)]
+    assert again.gpus[0].threadblocks[1].steps[1].source == ("s", 9)
+    assert [one.type for one in again.gpus[0].threadblocks[0].steps] == ["cpy", "nop"]
+    assert msccl_import.schedules(again)[0].digest == made.digest
+
+
 def test_nops_carry_waits() -> None:
     schedule = right(
         reduction(

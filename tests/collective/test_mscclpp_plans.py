@@ -91,6 +91,18 @@ def test_packets_that_nobody_answers_are_overwritten_by_a_later_launch(double: b
     judged(whole)
 
 
+def test_packets_copied_here_and_passed_on_by_another_threadblock() -> None:
+    """An all-gather in place: rank 1 makes its packets in its own scratch, from where they are sent."""
+    sizes = {"input_chunks": 1}
+    send = [op("ppkt", [local("o", 0)], [remote(SCRATCH, 0)])]
+    take = [op("upkt", [local("s", 1)], [local("o", 1)])]
+    pack = [op("cpkt", [local("i", 0)], [local("s", 1)])]
+    passed = [op("rppkt", [local("s", 1)], [remote(SCRATCH, 1)])]
+    other = [op("upkt", [local("s", 0)], [local("o", 0)])]
+    gpus = [plan_gpu(0, [1], [send, take], **sizes), plan_gpu(1, [0], [pack, passed, other], **sizes)]
+    judged(plan(*gpus, collective="allgather", use_double_scratch_buffer=True))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_groups_of_threadblocks_share_the_data(size: int) -> None:
     gpus = []

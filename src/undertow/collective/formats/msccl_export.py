@@ -29,14 +29,14 @@ _NAMES = {ours: theirs for theirs, ours in COLLECTIVES.items()}
 def algorithm_of(schedule: Schedule, facts: Facts | None = None, like: Algorithm | None = None) -> Algorithm:
     """`facts`: what the file is to say beyond what the schedule does; unset: any size, the Simple protocol.
 
-    `like`: the file that the schedule was read from. Where both still do the same, places are spelled as there: those
-    that only inform, and input or output where a call in place makes them one.
+    `like`: the file that the schedule was read from. Where both still do the same, all is spelled as there: places that
+    only inform, input or output where a call in place makes them one, peers that a threadblock never talks to.
     """
     if not schedule.staged or schedule.packets:
         raise _refused(schedule, "only a staged schedule without packets can be: MSCCL sends messages through queues")
     if not set(np.unique(schedule.instructions.kind).tolist()) <= {MOVE}:
         raise _refused(schedule, "it waits for a kernel's tiles, which MSCCL knows nothing of")
-    facts = replace(facts or Facts(min_bytes=0, max_bytes=128 << 20))
+    facts = facts or Facts(min_bytes=0, max_bytes=128 << 20)
     if schedule.in_place not in facts.forms:
         facts = replace(facts, forms=(schedule.in_place,))
     if schedule.worker_channel is not None:
@@ -141,12 +141,12 @@ def _respelled(made: Algorithm, like: Algorithm, schedule: Schedule) -> Algorith
         blocks = []
         known = [block for block in model.threadblocks if block.steps]
         for block, other in zip(gpu.threadblocks, known, strict=True):
-            spelled = iter([step for step in other.steps if step.type != "nop"])
+            spelled = iter([step for step in other.steps if step.type != "nop" and step.count])
             steps = []
             for step in block.steps:
                 twin = step if step.type == "nop" else next(spelled)
                 steps.append(replace(step, source=twin.source, destination=twin.destination))
-            blocks.append(replace(block, steps=tuple(steps)))
+            blocks.append(replace(other, steps=tuple(steps)))
         sizes = model.input_chunks, model.output_chunks
         gpus.append(replace(gpu, input_chunks=sizes[0], output_chunks=sizes[1], threadblocks=tuple(blocks)))
     return replace(made, gpus=tuple(gpus))
