@@ -132,3 +132,15 @@ class UnusableTarget(UndertowError, ValueError):
     """A target of `undertow collective` that names no program, or whose file fails by itself."""
 
     template = "{target} cannot be used: {reason}."
+
+
+class UnreadableFile(UndertowError, ValueError):
+    """A schedule file that is damaged, too large, or in a form that nobody here reads."""
+
+    template = "{path} cannot be read: {reason}."
+
+
+class NotExpressible(UndertowError, ValueError):
+    """A schedule that another system's format or runtime has no room for."""
+
+    template = "{name} cannot be written as {format}: {reason}."

@@ -34,7 +34,15 @@ TYPES = {
 OPERATIONS = {"sum": interpreter.SUM, "max": interpreter.MAX, "min": interpreter.MIN, "avg": interpreter.SUM}
 _SPINS_ALONE, _SPINS_CROWDED = 200, 20  # then the core is offered to others: a busy machine may need it
 _LOGGED = 65536  # instructions of a call in a timeline
+_MOST_WORKSPACE = 64 << 20  # bytes of a rank
 _KEPT = 512  # bound programs: sizes may differ from call to call
+
+
+def stride_for(schedule: Schedule) -> int:
+    """Bytes of a staged chunk: the usual ones, or fewer where a schedule stages so many that memory would suffer."""
+    chunks = max(1, workspace_bytes(schedule, 1))
+    least = 16 * schedule.instances
+    return max(least, min(STRIDE, _MOST_WORKSPACE // chunks // least * least))
 
 
 class CpuExecutable:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from types import CodeType
 
 import numpy as np
@@ -87,6 +88,8 @@ class Schedule:
     semaphore_of_packets: NDArray[np.bool_]  # never posted: the flags in the packets say the same
     codes: tuple[CodeType, ...] = field(repr=False)
     rows: NDArray[np.int32] = field(repr=False)  # code and line of each operation
+    worker_channel: Ints | None = None  # of each worker, where the format it was read from numbers channels
+    keeps_input: bool = True  # False: a call that is not in place uses its input as scratch, as foreign ones may
 
     @property
     def ranks(self) -> int:
@@ -152,6 +155,12 @@ class Schedule:
             found.update(np.ascontiguousarray(one).tobytes())
         return found.hexdigest()[:16]
 
+    def save(self, path: str | Path) -> None:
+        """For another system: MSCCL's XML (a staged schedule) or an MSCCL++ plan in JSON (a direct one), by suffix."""
+        from .formats import write
+
+        write(self, path)
+
     # -- words for people --------------------------------------------------------------------------------------------
 
     def chunk_name(self, atom: int) -> str:
@@ -161,11 +170,12 @@ class Schedule:
         return f"{self.buffers[buffer]}[{(atom - int(self.first_atom[rank, buffer])) // self.grain}] of rank {rank}"
 
     def where(self, row: int) -> str:
-        """File and line of an operation."""
+        """File and line of an operation; formats whose readers know no lines have line 0."""
         if row < 0 or row >= len(self.rows):
             return "its contract"
         code, line = self.rows[row]
-        return f"{self.codes[code].co_filename}:{line}"
+        path = self.codes[code].co_filename
+        return f"{path}:{line}" if line else path
 
     def describe(self, instruction: int) -> str:
         """One instruction in a line, with its source line."""
