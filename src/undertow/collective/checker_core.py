@@ -28,7 +28,7 @@ WRONG = 8  # output `atom`, last written by instruction a (-1: by none), does no
 INPUT_CHANGED = 9  # instruction a writes to the input `atom` of a call that is not in place
 POSTS = 10  # semaphore a is posted b times instead of what the schedule says
 TOO_LARGE = 11  # what posts teach, and nobody has learnt yet, would take more memory than is sensible
-MOST_LESSONS = 100_000_000  # 32-bit words
+MOST_LESSONS = 80_000_000  # 32-bit words
 _NOTHING = -1
 
 

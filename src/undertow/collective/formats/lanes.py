@@ -21,15 +21,17 @@ from ..schedule import END, MOVE, Instructions, Schedule
 from ..semaphores import number, starts
 from ..topology import Topology
 from .order import sequential
+from .text import damaged
 
 INPUT_NAME, OUTPUT_NAME, SCRATCH_NAME, STAGING_NAME = "input", "output", "scratch", "staging"
 SCRATCH, STAGING = 2, 3
 _SORTS = 1
-MOST_LANES = 4096  # the checker knows what each lane knows of each other one
+MOST_LANES = 6144  # the checker knows what each lane knows of each other one
 MOST_CHUNKS = 1 << 20  # of all buffers of all ranks
 MOST_STEPS = 1 << 17
 MOST_MOVES = 1 << 20  # chunks that all steps move together
 MOST_LANES_OF_A_RANK = 256
+MOST_TURNS = 1 << 19  # waits between lanes that share scratch
 
 
 @dataclass(slots=True)
@@ -248,13 +250,15 @@ def join_at_end(lanes: list[Lane], waits: list[tuple[Place, Place, int]], ranks:
                 waits.append((end, (other, len(lanes[other].steps) - 1), 0))
 
 
-def scratch_turns(lanes: list[Lane], depth: int, own: Callable[[int], bool]) -> list[tuple[Place, Place, int]]:
+def scratch_turns(
+    lanes: list[Lane], depth: int, own: Callable[[int], bool], path: str
+) -> list[tuple[Place, Place, int]]:
     """Waits that our smaller scratch costs: a chunk of it holds one tile and is used again `depth` iterations later.
 
     `own` says which atoms are such scratch. Foreign runtimes have room for whole chunks there, so files say nothing of
     this. Who touches a chunk waits, at its first touch of any, for the last touches of the lanes it could disturb.
     """
-    found = []
+    found: list[tuple[Place, Place, int]] = []
     by_rank: dict[int, list[int]] = {}
     for number_, lane in enumerate(lanes):
         by_rank.setdefault(lane.rank, []).append(number_)
@@ -279,6 +283,8 @@ def scratch_turns(lanes: list[Lane], depth: int, own: Callable[[int], bool]) -> 
             touched[row, column] = 1
             written[row, column] = max(written[row, column], writes)
         disturbs = (written @ touched.T) > 0
+        if len(found) + np.count_nonzero(disturbs) > MOST_TURNS:
+            damaged(path, 0, "too many threadblocks share scratch with too many others")
         for one, other in zip(*np.nonzero(disturbs | disturbs.T), strict=True):
             if one != other:
                 found.append(((mine[one], first[int(one)]), (mine[other], last[int(other)]), depth))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ...errors import NotExpressible, ProgramRefused
+from ...errors import NotExpressible, ProgramRefused, UnreadableFile
 from ..checker import check
 from ..schedule import MOVE, Schedule
 from . import msccl_import
@@ -50,10 +50,13 @@ def algorithm_of(schedule: Schedule, facts: Facts | None = None, like: Algorithm
             for one in msccl_import.schedules(made, f"<{schedule.name}>"):
                 check(one)
         except ProgramRefused as error:
+            refusal = f"with {facts.protocol}'s queues, {error.facts['reason']}"
+            continue
+        except UnreadableFile as error:  # what we could not judge, we do not write
             refusal = str(error.facts["reason"])
             continue
         return made
-    raise _refused(schedule, f"with {facts.protocol}'s queues, {refusal}")
+    raise _refused(schedule, refusal)
 
 
 def _algorithm(

@@ -297,7 +297,7 @@ class _Importer:
                 step = _lowered_step(seat, lanes[number].rank, layout, arriving, leaving, (number, at))
                 lanes[number].steps.append(step)
         begin, end = int(layout.first[:, SCRATCH].min()), int(layout.first[:, STAGING].min())
-        waits += scratch_turns(lanes, DEPTH, lambda atom: begin <= atom < end)
+        waits += scratch_turns(lanes, DEPTH, lambda atom: begin <= atom < end, self._path)
         name = self._algorithm.name
         return Lowered(name, self._path, contract, in_place, True, layout, lanes, waits, DEPTH).schedule()
 
