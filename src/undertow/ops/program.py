@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 COLLECTIVES = {"matmul_all_reduce": "all_reduce", "matmul_reduce_scatter": "reduce_scatter"}
 GRAINS = ("signaled",)
-_LEAST_STRIDE = 64 << 10
+_LEAST_STRIDE, _SHARE_ALIGNMENT = 64 << 10, 16
 _EXECUTABLES, _TIED = object(), object()  # names of what is kept with a fabric
 
 
@@ -177,10 +177,11 @@ def _executable(fabric: Fabric, call: ProgramCall, longest: int) -> Executable:
     would wait for the last parcel.
     """
     plan, tied = call.plan, call.tied
-    stride = max(_LEAST_STRIDE, 1 << (longest - 1).bit_length())
+    ctas = plan.share.communication_ctas or 1
+    room = longest + _SHARE_ALIGNMENT * ctas  # each CTA's part of a chunk begins on so many bytes
+    stride = max(_LEAST_STRIDE, 1 << (room - 1).bit_length())
     if plan.lane != "peer" or len(fabric.group.local_ranks) != fabric.group.size:
         stride = min(stride, MOST_BYTES)
-    ctas = plan.share.communication_ctas or 1
     kept = cast("dict[object, Executable]", fabric.kept.setdefault(id(_EXECUTABLES), {}))
     key = (tied, plan.lane, stride, ctas)
     found = kept.get(key)
