@@ -132,3 +132,9 @@ class UnusableTarget(UndertowError, ValueError):
     """A target of `undertow collective` that names no program, or whose file fails by itself."""
 
     template = "{target} cannot be used: {reason}."
+
+
+class SimulationRefused(UndertowError):
+    """A simulation that cannot go on: a schedule that waits for ever, a graph in a circle, a trace that is damaged."""
+
+    template = "The simulation cannot run: {reason}."

@@ -1,0 +1,1 @@
+"""Simulation: schedules, plans and whole steps on machines that need not be here. Imports no torch."""

@@ -1,0 +1,140 @@
+"""A schedule as the core reads it: one row an instruction, and the routes that its messages take on a network.
+
+Rows stand in the order in which they are likely to be run: everybody's first instruction, everybody's second, ... That
+way a schedule of millions of instructions, which no cache holds, is read from front to back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collective.schedule import END, MOVE, START, Schedule
+from . import core
+from .network import Floats, Ints, Network
+
+Rows = NDArray[np.int32]
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """Tables with the columns that `core` names. `pulls` and `pushes` are routes, `posts` semaphores.
+
+    `instruction[i]` is the schedule's number of row i.
+    """
+
+    instruction: Ints
+    steps: Rows
+    waits: Ints
+    posts: Rows
+    pulls: Ints
+    pushes: Ints
+    class_of: Rows
+    workers: Ints
+    semaphores: Ints
+    signal_seconds: Floats
+    route_start: Ints
+    route_link: Ints
+    request_seconds: Floats
+
+
+def moves_of(schedule: Schedule, network: Network) -> Moves:
+    """Which routes each instruction uses: sources on other ranks are pulled, stores on other ranks pushed."""
+    one, ranks = schedule.instructions, schedule.ranks
+    worker = np.repeat(np.arange(len(schedule.worker_rank)), np.diff(schedule.worker_start))
+    position = np.arange(len(one)) - schedule.worker_start[worker]
+    order = np.lexsort((worker, position))
+    row = np.empty(len(one), np.int64)
+    row[order] = np.arange(len(one))
+    pull_sizes, pull_pair = _remote(schedule, one.source_start, one.source_atom, row, pulls=True)
+    push_sizes, push_pair = _remote(schedule, one.store_start, one.store_atom, row, pulls=False)
+    poster = schedule.worker_rank[schedule.semaphore_poster].astype(np.int64)
+    waiter = schedule.worker_rank[schedule.semaphore_waiter].astype(np.int64)
+    signal, away = poster * ranks + waiter, poster != waiter
+    request = pull_pair % ranks * ranks + pull_pair // ranks
+    wanted = np.unique(np.concatenate([np.unique(each) for each in (pull_pair, push_pair, request, signal[away])]))
+    routes = network.routes(wanted // ranks, wanted % ranks)
+    latency = routes.latency(network.latencies)
+    # A pull's request travels the other way; the other way of a push is nobody's business.
+    pulled = np.unique(pull_pair)
+    back = np.zeros(len(wanted))
+    back[np.searchsorted(wanted, pulled)] = latency[np.searchsorted(wanted, pulled % ranks * ranks + pulled // ranks)]
+    signal_seconds = np.zeros(len(signal))
+    signal_seconds[away] = latency[np.searchsorted(wanted, signal[away])]
+    wait_entry, post_entry = _entries(one.wait_start, order), _entries(one.post_start, order)
+    class_sizes = one.count[order]
+    steps = np.zeros((len(one), core.STEP_COLUMNS), np.int32)
+    steps[:, core.KIND], steps[:, core.NUMBER], steps[:, core.COUNT] = one.kind[order], one.number[order], class_sizes
+    steps[:, core.CLASS] = np.cumsum(class_sizes) - class_sizes
+    for low, high, sizes in (
+        (core.WAIT_FROM, core.WAIT_TO, np.diff(one.wait_start)[order]),
+        (core.POST_FROM, core.POST_TO, np.diff(one.post_start)[order]),
+        (core.PULL_FROM, core.PULL_TO, pull_sizes),
+        (core.PUSH_FROM, core.PUSH_TO, push_sizes),
+    ):
+        steps[:, high] = np.cumsum(sizes)
+        steps[:, low] = steps[:, high] - sizes
+    steps[:, core.NEXT] = np.append(row[1:], 0)[order]
+    workers = _workers(schedule, row, steps)
+    return Moves(
+        order, steps,
+        np.stack([one.wait_semaphore, one.wait_value, one.wait_back], axis=1)[wait_entry].astype(np.int64),
+        one.post_semaphore[post_entry], np.searchsorted(wanted, pull_pair), np.searchsorted(wanted, push_pair),
+        one.class_of[_entries(one.class_start, order)], workers, _semaphores(schedule), signal_seconds, routes.start,
+        routes.links, back,
+    )  # fmt: skip
+
+
+def _entries(start: NDArray[np.int32], order: Ints) -> Ints:
+    """Where the entries of compressed rows stood, rows in another order."""
+    sizes = np.diff(start)[order].astype(np.int64)
+    return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes) + np.repeat(start[order], sizes)
+
+
+def _remote(
+    schedule: Schedule, start: NDArray[np.int32], atom: NDArray[np.int32], row: Ints, *, pulls: bool
+) -> tuple[Ints, Ints]:
+    """Of each row, how many entries lie on other ranks; of these, the (from, to) pairs as from * ranks + to.
+
+    Pushes follow each other as the program has them. Of pulls, each rank's next neighbour is first: the runtimes read
+    all sources of a sum piece by piece, so that none is first, and were all to ask rank 0 first, its port would make
+    them wait.
+    """
+    rank = np.repeat(schedule.worker_rank, np.diff(schedule.worker_start)).astype(np.int64)
+    owner = np.repeat(np.arange(len(rank)), np.diff(start))
+    there = schedule.atom_rank[atom].astype(np.int64)
+    away = np.flatnonzero((there != rank[owner]) & (schedule.instructions.kind[owner] == MOVE))
+    owner, there = owner[away], there[away]
+    turn = (there - rank[owner]) % schedule.ranks if pulls else np.arange(len(owner))
+    by_row = np.lexsort((turn, row[owner]))
+    owner, there = owner[by_row], there[by_row]
+    first, second = (there, rank[owner]) if pulls else (rank[owner], there)
+    return np.bincount(row[owner], minlength=len(rank)), first * schedule.ranks + second
+
+
+def _workers(schedule: Schedule, row: Ints, steps: Rows) -> Ints:
+    """The rows of workers; marks in `steps` where their loops end: by the row behind the loop, negative."""
+    start, kind = schedule.worker_start.astype(np.int64), schedule.instructions.kind
+    found = np.full((len(schedule.worker_rank), 4), -1, np.int64)
+    found[:, core.RANK] = schedule.worker_rank
+    busy = np.flatnonzero(start[1:] > start[:-1])
+    first, last = start[:-1][busy], start[1:][busy]
+    found[busy, core.FIRST] = row[first]
+    body = first + (kind[first] == START)
+    ends = last - (kind[last - 1] == END)
+    steps[row[last - 1], core.NEXT] = len(steps)
+    loops = ends > body
+    found[busy[loops], core.BODY] = row[body[loops]]
+    behind = np.where(ends < last, row[np.minimum(ends, len(row) - 1)], len(steps))
+    steps[row[ends[loops] - 1], core.NEXT] = -behind[loops]
+    return found
+
+
+def _semaphores(schedule: Schedule) -> Ints:
+    """A start is posted once a call, everything else once an iteration or more."""
+    found = np.zeros((len(schedule.semaphore_posts), 4), np.int64)
+    found[:, core.WAITER] = schedule.semaphore_waiter
+    found[:, core.EACH_TURN] = np.where(schedule.semaphore_of_start, 0, schedule.semaphore_posts)
+    return found
