@@ -262,7 +262,8 @@ def run(
                     logged += 1
                 if kind == NEEDED:
                     needed[workers[go, RANK] * parcels + steps[step, NUMBER]] = now
-                sent = now + step_seconds + message_seconds
+                # Whole messages leave after the sum, streams while it is made.
+                sent = now + step_seconds + (nbytes * busy_per_byte[step] if forwards else 0.0)
                 for index in range(pulled):
                     fresh = free_message
                     if fresh >= 0:

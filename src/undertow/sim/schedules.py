@@ -34,8 +34,9 @@ class Rules:
 
     `fair`: messages share links equally, else they follow each other. `store_and_forward`: a message leaves a link when
     it has arrived whole. `step_seconds`: what a worker spends on an instruction before anything moves.
-    `message_seconds`: what each end of a message adds to it. `worker_rate`: bytes per second that one worker of one
-    instance copies. `memory_rate`: bytes per second that a rank reads and writes, all workers together.
+    `message_seconds`: what the receiver adds to a message. `call_seconds`: what a call takes before its first step.
+    `worker_rate`: bytes per second that one worker of one instance copies. `memory_rate`: bytes per second that a rank
+    reads and writes, all workers together; with `copies_are_free`, for sums only.
     """
 
     fair: bool = False
@@ -44,6 +45,8 @@ class Rules:
     message_seconds: float = 0.0
     worker_rate: float = math.inf
     memory_rate: float = math.inf
+    call_seconds: float = 0.0
+    copies_are_free: bool = False
 
     def copy_rate(self, instances: int) -> float:
         """Bytes per second that a worker copies with all its instances: each byte is read and written."""
@@ -139,7 +142,8 @@ def simulate(
     log = state.log
     log[:, core.LOG_STEP] = moves.instruction[log[:, core.LOG_STEP].astype(np.int64)]
     return Result(
-        state.seconds, state.events, state.flights, network, links[:, BUSY].copy(), links[:, MOVED].copy(), schedule,
+        rules.call_seconds + state.seconds, state.events, state.flights, network, links[:, BUSY].copy(),
+        links[:, MOVED].copy(), schedule,
         state.needed.reshape(schedule.ranks, parcels), log, state.nbytes,
     )  # fmt: skip
 
@@ -162,4 +166,5 @@ def _busy_per_byte(schedule: Schedule, rules: Rules) -> Floats:
     """Seconds a byte: what an instruction reads and writes, at the pace of its worker."""
     one = schedule.instructions
     touches = (np.diff(one.source_start) + np.diff(one.store_start)) / 2
-    return np.where(one.kind == MOVE, touches / rules.copy_rate(schedule.instances), 0.0)
+    counts = (one.kind == MOVE) & ((np.diff(one.source_start) > 1) | (not rules.copies_are_free))
+    return np.where(counts, touches / rules.copy_rate(schedule.instances), 0.0)
