@@ -15,7 +15,7 @@ from undertow.sim.network import LinkKind
 from undertow.sim.schedules import simulate
 from undertow.sim.topologies import Rails, Switch
 
-# What ASTRA-sim 2's congestion-aware analytical backend printed for its shipped HGX-H100-validated files: ring, 4 splits,
+# What ASTRA-sim 2's congestion-aware backend printed for its shipped HGX-H100-validated files: ring, 4 splits,
 # 2 active. NPUs, bytes, microseconds.
 ASTRA = [
     (8, 1 << 20, 57.4),
