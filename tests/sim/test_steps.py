@@ -113,13 +113,27 @@ def test_chakra_there_and_back(tmp_path: Path) -> None:
     gathered = step.collective("all_gather", 1 << 20, after=[one])
     step.compute("two", seconds=50e-6, after=[gathered])
     outcome = step.run()
-    nodes = chakra.from_outcome(outcome, NODE.ranks)
+    nodes = chakra.from_outcome(outcome, NODE)
     chakra.write(tmp_path / "step.0.et", nodes)
     again = chakra.read(tmp_path / "step.0.et")
     assert again == nodes
     assert again[1].attributes["comm_size"] == (1 << 20) // 8
     assert chakra.simulate([again], NODE).seconds == pytest.approx(outcome.seconds, rel=1e-6)
     assert chakra.find(tmp_path / "step") == [tmp_path / "step.0.et"]
+
+
+def test_chakra_keeps_groups(tmp_path: Path) -> None:
+    pod = Cluster.load("h100-pod").scaled(2)
+    step = Step(pod)
+    step.collective("all_gather", 1 << 24, group="node")
+    step.collective("all_reduce", 1 << 24, group="across")
+    outcome = step.run()
+    chakra.write(tmp_path / "x.et", chakra.from_outcome(outcome, pod))
+    assert chakra.simulate([chakra.read(tmp_path / "x.et")], pod).seconds == pytest.approx(outcome.seconds, rel=1e-6)
+    about: dict[str, Any] = {"comm_type": 0, "comm_size": 1 << 20, "pg_name": "odd"}
+    odd = [[Node(0, "sum", COLL, (), 0, about)] if rank < 3 else [Node(0, "work", COMP, (), 1)] for rank in range(16)]
+    with pytest.raises(SimulationRefused, match="3 ranks that are neither all"):
+        chakra.simulate(odd, pod)
 
 
 def test_chakra_of_several_ranks() -> None:

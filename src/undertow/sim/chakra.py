@@ -2,7 +2,8 @@
 
 A file is a stream of messages, each behind its length: a GlobalMetadata, then Nodes. One file is one rank, named
 PREFIX.RANK.et. Of a node these count: id, name, type, ctrl_deps, data_deps, duration_micros, and of its attributes
-comm_type, comm_size, comm_src, comm_dst, comm_tag, pg_name, num_ops, tensor_size, is_cpu_op.
+comm_type, comm_size, comm_src, comm_dst, comm_tag, pg_name, num_ops, tensor_size, is_cpu_op, and one of our own:
+stream, the engine that a collective runs on.
 
 comm_size follows ASTRA-sim: the shard of a rank for ALL_GATHER, the whole buffer for the others. The k-th collective of
 a process group on one rank is the k-th on all of them; a send meets the receive with the same ends and tag.
@@ -19,7 +20,7 @@ from pathlib import Path
 from ..errors import SimulationRefused
 from . import protobuf as wire
 from .cluster import Cluster
-from .collectives import Collectives
+from .collectives import GROUPS, Collectives
 from .tasks import COMPUTE, Outcome, Task, Tasks
 
 MOST_BYTES = 1 << 30
@@ -147,8 +148,13 @@ def write(path: str | Path, nodes: Sequence[Node]) -> None:
     Path(path).write_bytes(b"".join(wire.varint(len(part)) + part for part in parts))
 
 
-def from_outcome(outcome: Outcome, ranks: int, stage: int = 0) -> list[Node]:
-    """The tasks of one stage as nodes; durations in whole microseconds, at least one, for the format has no finer."""
+def from_outcome(outcome: Outcome, cluster: Cluster, stage: int = 0) -> list[Node]:
+    """The tasks of one stage as nodes; durations in whole microseconds, at least one, for the format has no finer.
+
+    `pg_name` is the group of a collective: all, node or across, which `simulate` understands.
+    """
+    known = Collectives(cluster)
+    sizes = {group: known.ranks(group) for group in GROUPS}
     nodes = []
     for number, task in enumerate(outcome.tasks):
         if stage not in task.ranks:
@@ -156,8 +162,10 @@ def from_outcome(outcome: Outcome, ranks: int, stage: int = 0) -> list[Node]:
         collective, nbytes = task.details.get("collective"), task.details.get("bytes")
         after = tuple(one for one in task.after if stage in outcome.tasks[one].ranks)
         if isinstance(collective, str) and isinstance(nbytes, int):
-            size = nbytes // ranks if collective == "all_gather" else nbytes
+            members = sizes[str(task.details.get("group", "all"))]
+            size = nbytes // members if collective == "all_gather" else nbytes
             about: dict[str, Value] = {"is_cpu_op": False, "comm_type": _NAMES[collective], "comm_size": size}
+            about |= {"pg_name": str(task.details.get("group", "all")), "stream": task.engine}
             nodes.append(Node(number, task.name, COLL, after, 0, about))
         else:
             nodes.append(Node(number, task.name, COMP, after, max(1, round(task.seconds * 1e6)), {"is_cpu_op": False}))
@@ -204,13 +212,13 @@ class _Replay:
                         )
                     followers.setdefault(places[rank, other], []).append(key)
                     missing[key] += 1
-        order = {key: number for number, key in enumerate(missing)}
-        ready = [number for key, number in order.items() if missing[key] == 0]
+        order = {one: number for number, one in enumerate(missing)}
+        ready = [number for one, number in order.items() if missing[one] == 0]
         keys = list(order)
         made: dict[object, int] = {}
         heapq.heapify(ready)
         while ready:
-            key: object = keys[heapq.heappop(ready)]
+            key = keys[heapq.heappop(ready)]
             made[key] = self.tasks.add(self._task(shared[key], made, places))
             for follower in followers.get(key, ()):
                 missing[follower] -= 1
@@ -244,6 +252,26 @@ class _Replay:
                 shared.setdefault(key, []).append((rank, node))
         return places, shared
 
+    def _group(self, node: Node, ranks: tuple[int, ...]) -> str:
+        """Which of the groups that can be timed a collective's ranks are; one rank's trace may name it."""
+        named = node.attributes.get("pg_name")
+        if len(self.traces) == 1:
+            return named if isinstance(named, str) and named in GROUPS else "all"
+        cluster = self.collectives.cluster
+        size = cluster.shape.per_node
+        members = {
+            "all": set(range(cluster.ranks)),
+            "node": set(range(ranks[0] // size * size, (ranks[0] // size + 1) * size)),
+            "across": set(range(ranks[0] % size, cluster.ranks, size)),
+        }
+        for group, found in members.items():
+            if set(ranks) == found:
+                return group
+        reason = (
+            f"node {node.id} is a collective of {len(ranks)} ranks that are neither all, nor a node, nor one of each"
+        )
+        raise SimulationRefused(reason=reason)
+
     def _task(
         self, nodes: list[tuple[int, Node]], made: dict[object, int], places: dict[tuple[int, int], object]
     ) -> Task:
@@ -259,11 +287,13 @@ class _Replay:
             if name is None:
                 known = ", ".join(f"{one} ({title})" for one, title in COLLECTIVE_TYPES.items())
                 raise SimulationRefused(reason=f"node {node.id} is a collective of type {number}; known are {known}")
-            nbytes = int(size) * (self.collectives.ranks("all") if name == "all_gather" else 1)
-            timing = self.collectives.time(name, nbytes)
+            group = self._group(node, ranks)
+            nbytes = int(size) * (self.collectives.ranks(group) if name == "all_gather" else 1)
+            timing = self.collectives.time(name, nbytes, group)
             return Task(
-                node.name, ranks, "net", timing.seconds, after, 0.0, "net", timing.bytes_per_second, 0,
-                f"{name} over {timing.link}", {"bytes": nbytes, "collective": name},
+                node.name, ranks, str(about.get("stream", "net")), timing.seconds, after, 0.0, "net",
+                timing.bytes_per_second, 0,
+                f"{name} over {timing.link}", {"bytes": nbytes, "collective": name, "group": group},
             )  # fmt: skip
         if node.type in (SEND, RECV):
             kind = self.collectives.cluster.network.links.kinds[-1]
