@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from side_by_side import Figure, print_figures
 
-from undertow.plan.interference import Effect, Interference
+from undertow.plan.interference import Interference
 from undertow.sim.cluster import Cluster
 from undertow.sim.collectives import Collectives
 from undertow.sim.tasks import COMPUTE, Task, Tasks
@@ -40,27 +40,25 @@ class Scenario:
     first_wave: float
     collective: str
 
-    def together(self, way: str, units: int) -> float:
+    def together(self, way: str, model: Interference) -> float:
         """Seconds until both are over."""
-        effects = (("net", Effect(contention=CONTENTION)), ("dma", Effect()))
-        tasks = Tasks(Interference(units, effects))
-        tasks.add(Task("gemm", (0,), COMPUTE, self.gemm, multiprocessors=units))
+        tasks = Tasks(model)
+        tasks.add(Task("gemm", (0,), COMPUTE, self.gemm, multiprocessors=model.multiprocessors))
         lane, seconds = ("dma", self.by_engines) if way == "engines" else ("net", self.moving)
         taken = 0 if way == "engines" else UNITS[self.collective]
         delay = self.first_wave if way == "base" else 0.0
         tasks.add(Task("collective", (0,), lane, seconds, (), delay, lane, 1.0, taken))
         return tasks.run().seconds
 
-    def share(self, way: str, units: int) -> float:
+    def share(self, way: str, model: Interference) -> float:
         """(realised - 1) / (ideal - 1)."""
         serial = self.gemm + self.moving
         ideal = serial / max(self.gemm, self.moving)
-        return (serial / self.together(way, units) - 1) / (ideal - 1)
+        return (serial / self.together(way, model) - 1) / (ideal - 1)
 
 
 def scenarios(cluster: Cluster) -> list[Scenario]:
-    known, device, engines = Collectives(cluster), cluster.device, cluster.copy_engines
-    assert engines is not None
+    known, engines, device = Collectives(cluster), Collectives(cluster.by_engines()), cluster.device
     found = []
     for m, n, k in SHAPES:
         gemm = max(2 * m * n * k / (EFFICIENCY * device.peak), 2 * (m * k + k * n + m * n) / device.memory_bandwidth)
@@ -68,8 +66,7 @@ def scenarios(cluster: Cluster) -> list[Scenario]:
         for collective in UNITS:
             for nbytes in SIZES:
                 moving = known.time(collective, nbytes).seconds
-                # One copy to each peer, all at once, an engine each: the links' time and one copy's cost.
-                one = Scenario(gemm, moving, moving + engines.copy_seconds, gemm / waves, collective)
+                one = Scenario(gemm, moving, engines.time(collective, nbytes).seconds, gemm / waves, collective)
                 if max(gemm, moving) < 20 * min(gemm, moving):  # where one side hardly counts, the share is noise
                     found.append(one)
     return found
@@ -78,9 +75,10 @@ def scenarios(cluster: Cluster) -> list[Scenario]:
 if __name__ == "__main__":
     cluster = Cluster.load("mi300x8")
     every = scenarios(cluster)
-    units = cluster.device.multiprocessors
-    means = {way: statistics.mean(one.share(way, units) for one in every) for way in NAMES}
-    best = max((one.gemm + one.moving) / one.together("engines", units) for one in every)
+    model = cluster.interference
+    assert model is not None
+    means = {way: statistics.mean(one.share(way, model) for one in every) for way in NAMES}
+    best = max((one.gemm + one.moving) / one.together("engines", model) for one in every)
     print_figures(
         f"ConCCL: share of the ideal speed-up, mean of {len(every)} scenarios",
         [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import tomllib
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,14 @@ import pytest
 
 from undertow.collective import LIBRARY
 from undertow.errors import InvalidArgument
+from undertow.plan.defaults import default_plan
+from undertow.plan.machine import Machine
+from undertow.plan.problem import Problem
 from undertow.sim.cluster import Cluster, shipped_names
+from undertow.sim.collectives import Collectives
 from undertow.sim.network import LinkKind
+from undertow.sim.node_machine import plan_machine
+from undertow.sim.plans import simulate_plan
 from undertow.sim.schedules import simulate
 from undertow.sim.topologies import FullyConnected, Level, Rails, Switch, Torus, Tree
 
@@ -113,7 +120,9 @@ def test_shipped_machines_say_where_numbers_come_from(name: str) -> None:
 
 
 def _tables(data: dict[str, Any]) -> list[dict[str, Any]]:
-    return [data] + [one for value in data.values() if isinstance(value, dict) for one in _tables(value)]
+    """All tables that must name a source; one that does so speaks for those in it."""
+    inner = [] if "source" in data else [value for value in data.values() if isinstance(value, dict)]
+    return [data] + [one for value in inner for one in _tables(value)]
 
 
 def test_shipped_are_those_the_users_ask_for() -> None:
@@ -166,6 +175,41 @@ def test_half_duplex_links_are_shared_by_both_directions() -> None:
         for half in (False, True)
     ]
     assert seconds == pytest.approx([1e-3, 2e-3])
+
+
+def test_copy_engines_cost_each_copy_and_may_learn_to_add() -> None:
+    node = Cluster.load("mi300x8")
+    assert node.copy_engines is not None
+    assert node.interference is not None
+    node = replace(node, rules=replace(node.rules, memory_rate=0.5e12))  # so slow that sums count
+    adding = replace(node, copy_engines=replace(node.copy_engines, reduces=True))
+    small, large = 1 << 14, 1 << 30
+    times = {
+        (kind, size): Collectives(cluster).time("all_reduce", size).seconds
+        for kind, cluster in (("kernels", node), ("engines", node.by_engines()), ("adding", adding.by_engines()))
+        for size in (small, large)
+    }
+    assert times["engines", small] > times["kernels", small] + node.copy_engines.copy_seconds
+    assert times["engines", large] < times["kernels", large]  # whose copies take memory, too
+    assert times["adding", large] < times["engines", large]
+    with pytest.raises(InvalidArgument, match="without copy engines"):
+        Cluster.load("h100x8").by_engines()
+
+
+def test_a_node_as_the_planners_machine() -> None:
+    """What the planner reads back from a file is what was made, and its plans run on it."""
+    made = plan_machine(Cluster.load("mi300x8"), 4, efficiency=0.6, launch_seconds=3e-6, stream_seconds=8e-6)
+    assert set(made.lanes) == {"net", "dma"}
+    assert Machine.from_dict(made.to_dict()) == made
+    problem = Problem.of(
+        "matmul_all_reduce", 8192, 8192, 4096, dtype="bfloat16", ranks=4, device="cuda", multiprocessors=304
+    )
+    serial, signaled = (
+        simulate_plan(problem, default_plan(problem, grain, "dma"), made).seconds for grain in ("serial", "signaled")
+    )
+    assert signaled < serial
+    with pytest.raises(InvalidArgument, match="ranks is 9"):
+        plan_machine(Cluster.load("mi300x8"), 9, efficiency=0.6, launch_seconds=3e-6, stream_seconds=8e-6)
 
 
 def test_scaling_a_cluster() -> None:

@@ -14,6 +14,7 @@ Every table with numbers has a `source`: where they come from. A file with a mis
 | | rails: nodes, per_node, cards, aligned, port, card, spine. one_node = true: all ranks share a node |
 | `[rules]` | sharing "fifo" or "fair", store_and_forward, copies_are_free, and the seconds of `Rules` |
 | `[copy_engines]` | count, copy_seconds (what each copy costs beside its bytes), reduces |
+| `[interference]` | of each lane a table with contention, per_byte, crowding: the model of `plan.interference` |
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from typing import Any
 
 from ..collective.topology import Topology
 from ..errors import InvalidArgument
+from ..plan.interference import Effect, Interference
+from ..plan.plan import LANES
 from ..plan.tables import Section
 from .network import MOST_LINKS, MOST_RANKS, LinkKind, Network
 from .schedules import Rules
@@ -85,6 +88,7 @@ class Cluster:
     shape: Shape
     rules: Rules
     copy_engines: CopyEngines | None = None
+    interference: Interference | None = None
 
     @property
     def ranks(self) -> int:
@@ -98,6 +102,20 @@ class Cluster:
     def topology(self) -> Topology:
         """As programs index by."""
         return Topology.grid(self.shape.nodes, self.shape.per_node)
+
+    def by_engines(self) -> Cluster:
+        """The same where copy engines move everything: as many workers, a cost for each copy; sums stay with kernels
+        that read and write memory, unless engines reduce."""
+        if self.copy_engines is None:
+            raise InvalidArgument(
+                argument="machine", was=f"{self.name}, without copy engines", must="one that has some"
+            )
+        engines = self.copy_engines
+        rules = replace(
+            self.rules, step_seconds=self.rules.step_seconds + engines.copy_seconds, worker_rate=math.inf,
+            memory_rate=math.inf if engines.reduces else self.rules.memory_rate, copies_are_free=True,
+        )  # fmt: skip
+        return replace(self, name=f"{self.name}, copy engines", rules=rules)
 
     def scaled(self, nodes: int) -> Cluster:
         """The same with another number of nodes; where a node is a rank, of ranks."""
@@ -137,8 +155,9 @@ class Cluster:
             description=description,
             device=device,
             shape=_shape(top.section("topology"), links),
-            rules=_rules(top.section("rules"), device) if top.has("rules") else Rules(),
+            rules=_rules(top.section("rules") if top.has("rules") else None, device),
             copy_engines=_copy_engines(top.section("copy_engines")) if top.has("copy_engines") else None,
+            interference=_interference(top.section("interference"), device) if top.has("interference") else None,
         )
         top.finish()
         if cluster.rules.fair and any(kind.points for kind in cluster.network.links.kinds):
@@ -177,7 +196,10 @@ def _link(name: str, section: Section) -> LinkKind:
     return kind
 
 
-def _rules(section: Section, device: Device) -> Rules:
+def _rules(section: Section | None, device: Device) -> Rules:
+    rules = Rules(memory_rate=device.memory_bandwidth, worker_rate=device.cta_copy_rate or math.inf)
+    if section is None:
+        return rules
     section.text("source")
     flags = {one: section.flag(one) for one in ("store_and_forward", "copies_are_free") if section.has(one)}
     seconds = {
@@ -187,13 +209,7 @@ def _rules(section: Section, device: Device) -> Rules:
     }
     fair = section.choice("sharing", ("fifo", "fair")) == "fair" if section.has("sharing") else False
     section.finish()
-    return Rules(
-        fair=fair,
-        memory_rate=device.memory_bandwidth,
-        worker_rate=device.cta_copy_rate or math.inf,
-        **flags,
-        **seconds,  # type: ignore[arg-type]
-    )
+    return replace(rules, fair=fair, **flags, **seconds)  # type: ignore[arg-type]
 
 
 def _copy_engines(section: Section) -> CopyEngines:
@@ -202,6 +218,16 @@ def _copy_engines(section: Section) -> CopyEngines:
     engines = CopyEngines(section.whole("count"), section.not_negative("copy_seconds"), reduces)
     section.finish()
     return engines
+
+
+def _interference(section: Section, device: Device) -> Interference:
+    section.text("source")
+    effects = []
+    for lane in section.names(LANES):
+        one = section.section(lane)
+        effects.append((lane, Effect(*(one.not_negative(key) for key in ("contention", "per_byte", "crowding")))))
+        one.finish()
+    return Interference(device.multiprocessors, tuple(effects))
 
 
 def _shape(section: Section, links: Mapping[str, LinkKind]) -> Shape:

@@ -43,24 +43,22 @@ class Moves:
 def moves_of(schedule: Schedule, network: Network) -> Moves:
     """Which routes each instruction uses: sources on other ranks are pulled, stores on other ranks pushed."""
     one, ranks = schedule.instructions, schedule.ranks
-    worker = np.repeat(np.arange(len(schedule.worker_rank)), np.diff(schedule.worker_start))
-    position = np.arange(len(one)) - schedule.worker_start[worker]
-    order = np.lexsort((worker, position))
+    order = _order(schedule)
     row = np.empty(len(one), np.int64)
     row[order] = np.arange(len(one))
-    pull_sizes, pull_pair = _remote(schedule, one.source_start, one.source_atom, row, pulls=True)
-    push_sizes, push_pair = _remote(schedule, one.store_start, one.store_atom, row, pulls=False)
+    pull_sizes, pull_pair = _remote(schedule, one.source_start, one.source_atom, order, pulls=True)
+    push_sizes, push_pair = _remote(schedule, one.store_start, one.store_atom, order, pulls=False)
     poster = schedule.worker_rank[schedule.semaphore_poster].astype(np.int64)
     waiter = schedule.worker_rank[schedule.semaphore_waiter].astype(np.int64)
     signal, away = poster * ranks + waiter, poster != waiter
-    request = pull_pair % ranks * ranks + pull_pair // ranks
-    wanted = np.unique(np.concatenate([np.unique(each) for each in (pull_pair, push_pair, request, signal[away])]))
+    pulled, pushed = _distinct(pull_pair, ranks), _distinct(push_pair, ranks)
+    request = pulled % ranks * ranks + pulled // ranks
+    wanted = np.unique(np.concatenate([pulled, pushed, request, signal[away]]))
     routes = network.routes(wanted // ranks, wanted % ranks)
     latency = routes.latency(network.latencies)
     # A pull's request travels the other way; the other way of a push is nobody's business.
-    pulled = np.unique(pull_pair)
     back = np.zeros(len(wanted))
-    back[np.searchsorted(wanted, pulled)] = latency[np.searchsorted(wanted, pulled % ranks * ranks + pulled // ranks)]
+    back[np.searchsorted(wanted, pulled)] = latency[np.searchsorted(wanted, request)]
     signal_seconds = np.zeros(len(signal))
     signal_seconds[away] = latency[np.searchsorted(wanted, signal[away])]
     wait_entry, post_entry = _entries(one.wait_start, order), _entries(one.post_start, order)
@@ -94,7 +92,7 @@ def _entries(start: NDArray[np.int32], order: Ints) -> Ints:
 
 
 def _remote(
-    schedule: Schedule, start: NDArray[np.int32], atom: NDArray[np.int32], row: Ints, *, pulls: bool
+    schedule: Schedule, start: NDArray[np.int32], atom: NDArray[np.int32], order: Ints, *, pulls: bool
 ) -> tuple[Ints, Ints]:
     """Of each row, how many entries lie on other ranks; of these, the (from, to) pairs as from * ranks + to.
 
@@ -107,11 +105,30 @@ def _remote(
     there = schedule.atom_rank[atom].astype(np.int64)
     away = np.flatnonzero((there != rank[owner]) & (schedule.instructions.kind[owner] == MOVE))
     owner, there = owner[away], there[away]
-    turn = (there - rank[owner]) % schedule.ranks if pulls else np.arange(len(owner))
-    by_row = np.lexsort((turn, row[owner]))
-    owner, there = owner[by_row], there[by_row]
-    first, second = (there, rank[owner]) if pulls else (rank[owner], there)
-    return np.bincount(row[owner], minlength=len(rank)), first * schedule.ranks + second
+    sizes = np.bincount(owner, minlength=len(rank))
+    if pulls and sizes.max(initial=0) > 1:
+        there = there[np.lexsort(((there - rank[owner]) % schedule.ranks, owner))]
+    pair = there * schedule.ranks + rank[owner] if pulls else rank[owner] * schedule.ranks + there
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    return sizes[order], pair[_entries(starts, order)]
+
+
+def _order(schedule: Schedule) -> Ints:
+    """Instructions by their place in their worker, then by worker."""
+    lengths = np.diff(schedule.worker_start)
+    if len(lengths) and (lengths == lengths[0]).all():
+        return np.arange(len(schedule.instructions)).reshape(len(lengths), -1).T.ravel()
+    worker = np.repeat(np.arange(len(lengths)), lengths)
+    return np.lexsort((worker, np.arange(len(worker)) - schedule.worker_start[worker]))
+
+
+def _distinct(pairs: Ints, ranks: int) -> Ints:
+    """Each pair once, in order. A mark for each that could exist is quicker than sorting those that do."""
+    if ranks * ranks > 8 * len(pairs) + 1024:
+        return np.unique(pairs)
+    marked = np.zeros(ranks * ranks, np.bool_)
+    marked[pairs] = True
+    return np.flatnonzero(marked)
 
 
 def _workers(schedule: Schedule, row: Ints, steps: Rows) -> Ints:

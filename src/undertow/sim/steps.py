@@ -10,7 +10,8 @@
 All ranks do the same, so one stands for all; a pipeline has one for each stage. Computing takes
 max(flops / peak, bytes / memory bandwidth) of the cluster's device: a roofline, an optimist's guess; `seconds` says
 better where a kernel was measured. Collectives are run on the cluster's links (`collectives`). Communication goes by
-streams (engines) of its own, one after the other in each.
+streams (engines) of its own, one after the other in each. Where the cluster has an interference model, kernels and
+collectives slow each other as it says.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Step:
     ) -> None:
         self.cluster = cluster
         self.collectives = collectives if collectives is not None else Collectives(cluster)
-        self._tasks = Tasks(interference)
+        self._tasks = Tasks(interference if interference is not None else cluster.interference)
 
     def compute(
         self,
