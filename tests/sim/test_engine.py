@@ -17,9 +17,11 @@ from sim_cases import BANDWIDTH, LATENCY, switch
 from undertow.collective import LIBRARY, Schedule
 from undertow.errors import InvalidArgument, ProgramRefused, SimulationRefused
 from undertow.sim import core
+from undertow.sim.cluster import Cluster
 from undertow.sim.compiled import CORE
 from undertow.sim.network import LinkKind
 from undertow.sim.schedules import Rules, simulate
+from undertow.sim.timelines import critical_path, schedule_timeline
 from undertow.sim.topologies import FullyConnected, Switch, Torus
 
 SIZE = 1 << 28
@@ -150,6 +152,27 @@ def test_a_missing_post_is_a_deadlock() -> None:
     schedule = _staged("ring", 4)
     with pytest.raises(SimulationRefused, match="waiting for a post that never comes"):
         simulate(schedule.without_post(0), switch(4), nbytes=1 << 20, check=False)
+
+
+def test_critical_path_is_all_of_the_time() -> None:
+    """A ring is links and signals; local work comes in where a worker copies slowly."""
+    schedule = _staged("ring", 8)
+    for rules, share in ((Rules(), 0.95), (Rules(memory_rate=BANDWIDTH / 4), 0.2)):
+        found = simulate(schedule, switch(8), nbytes=SIZE, rules=rules, traced=True)
+        path = critical_path(found)
+        assert sum(path.values()) == pytest.approx(found.seconds, rel=1e-9)
+        assert path["port"] > share * found.seconds
+        assert set(path) <= {"port", "signals", "local work"}
+    assert critical_path(simulate(schedule, switch(8), nbytes=SIZE)) == {}
+
+
+def test_a_schedule_simulates_itself() -> None:
+    schedule = LIBRARY["two_shot"].compile(ranks=8)
+    named, loaded = schedule.simulate("h100x8", nbytes=SIZE), schedule.simulate(Cluster.load("h100x8"), nbytes=SIZE)
+    assert named.seconds == loaded.seconds > 2 * 7 / 8 * SIZE / 370.8e9
+    timeline = schedule_timeline(schedule.simulate("h100x8", nbytes=SIZE, traced=True))
+    assert timeline.ranks == list(range(8))
+    assert timeline.span("worker 0") == pytest.approx(named.seconds, rel=0.01)
 
 
 def test_kernels_are_waited_for() -> None:

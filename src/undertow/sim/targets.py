@@ -25,15 +25,15 @@ from .cluster import Cluster
 from .collectives import Collectives
 from .schedules import simulate
 from .tasks import Outcome
-from .timelines import schedule_timeline
+from .timelines import critical_path, schedule_timeline
 from .workloads import PRESETS, STRATEGIES
 
-_MOST_TRACED = 200_000  # flights that a timeline shows
+_MOST_TRACED = 50_000  # instructions of a schedule that is followed flight by flight
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one strategy took; `resources`: seconds of the critical path, or of the busiest links, by name."""
+    """What one strategy took; `resources`: seconds of the critical path, by what they were spent on."""
 
     seconds: float
     resources: dict[str, float]
@@ -88,19 +88,20 @@ def _traces(traces: list[list[chakra.Node]], cluster: Cluster, known: Collective
 
 def _program(program: Program, nbytes: int, tile: int | None, cluster: Cluster, _: Collectives) -> Answer:
     schedule = program.compile(topology=cluster.topology, target="staged", workers=8, check=True)
-    result = simulate(schedule, cluster.network, nbytes=nbytes, tile=tile, rules=cluster.rules, check=False)
-    busy = {f"busy {kind.name}": result.busy(kind.name) for kind in cluster.network.links.kinds}
+    traced = len(schedule.instructions) <= _MOST_TRACED
+    result = simulate(
+        schedule, cluster.network, nbytes=nbytes, tile=tile, rules=cluster.rules, check=False, traced=traced
+    )
+    kinds = dict.fromkeys(kind.name for kind in cluster.network.links.kinds)
+    resources = critical_path(result) if traced else {f"busy {kind}": result.busy(kind) for kind in kinds}
 
     def timeline() -> Timeline:
-        if result.flights > _MOST_TRACED:
+        if not traced:
             must = f"one of at most {_MOST_TRACED} instructions"
-            raise InvalidArgument(argument="--timeline", was=f"for a run of {result.flights}", must=must)
-        traced = simulate(
-            schedule, cluster.network, nbytes=nbytes, tile=tile, rules=cluster.rules, check=False, traced=True
-        )
-        return schedule_timeline(traced)
+            raise InvalidArgument(argument="--timeline", was=f"for {len(schedule.instructions)} of them", must=must)
+        return schedule_timeline(result)
 
-    return Answer(result.seconds, {name: seconds for name, seconds in busy.items() if seconds}, timeline)
+    return Answer(result.seconds, resources, timeline)
 
 
 def fits(run: Callable[[], Answer]) -> Answer | str:

@@ -1,4 +1,4 @@
-"""A traced schedule as a timeline: a row for each worker of a rank, in the format of measured ones."""
+"""What a traced schedule did: a timeline in the format of measured ones, and the critical path by resource."""
 
 from __future__ import annotations
 
@@ -35,3 +35,25 @@ def schedule_timeline(result: Result) -> Timeline:
             )
         )
     return Timeline(events, {"simulated": True, "program": schedule.name})
+
+
+def critical_path(result: Result) -> dict[str, float]:
+    """Seconds from the first start to the last arrival, by what they were spent on: a kind of link (queueing for it
+    counts), local work, or the way of signals. Together they are all of it."""
+    log = result.log
+    found: dict[str, float] = {}
+    if not len(log):
+        return found
+    names, kind_of = [kind.name for kind in result.network.links.kinds], result.network.links.kind_of()
+    over = np.maximum(log[:, 4], log[:, 5])
+    at = int(over.argmax())
+    reached = float(over[at])
+    while at >= 0:
+        begin, link = float(log[at, 3]), int(log[at, 7])
+        done = min(reached, float(over[at]))
+        name = names[kind_of[link]] if link >= 0 else "local work"
+        found["signals"] = found.get("signals", 0.0) + reached - done
+        found[name] = found.get(name, 0.0) + max(0.0, done - begin)
+        reached, at = min(reached, begin), int(log[at, 6])
+    found["signals"] += reached
+    return {name: seconds for name, seconds in sorted(found.items(), key=lambda pair: -pair[1]) if seconds > 0}
