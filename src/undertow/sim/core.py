@@ -8,9 +8,11 @@ begins when the first bytes of all pulls are here, and ends no earlier than they
     delivered   the last byte has arrived everywhere
     post        seen by the waiter at max(delivered of all that its worker has done so far, out + way of a signal)
 
-Events: a message reaches its next link, a post is seen, a worker may start, pushes may begin, a message is over (fair
-sharing only). Flights, messages and events under way are rows of arrays, handed out again when they are over, so that
-memory follows what is under way. One turn of the loop makes at most one flight; room is made before.
+Events: a message reaches its next link, a worker starts, pushes may begin, a message is over (fair sharing only). When
+a post will be seen is known when it is made, so it waits in a list of its semaphore instead of among the events, and
+its waiter's start is an event as soon as all it waits for is known. Flights, messages, posts and events under way are rows
+of arrays, handed out again when they are over, so that memory follows what is under way. One turn of the loop makes at
+most one flight; room is made before.
 """
 
 from __future__ import annotations
@@ -29,13 +31,18 @@ FINE, TOO_MANY, FULL = range(3)
 ) = range(13)  # fmt: skip
 STEP_COLUMNS = 16
 SEMAPHORE, VALUE, BACK = range(3)  # columns of waits
-WAITER, EACH_TURN, POSTED = range(3)  # columns of semaphores; each turn: posts of an iteration, 0 for those of a start
+# Columns of semaphores; each turn: posts of an iteration, 0 for those of a start; posted ones that are not passed yet
+# are a list, from the oldest to the newest.
+WAITER, EACH_TURN, _POSTED, _PASSED, OLDEST_POST, _NEWEST_POST = range(6)
+SEMAPHORE_COLUMNS = 8
 FIRST, BODY, RANK = range(3)  # columns of workers: rows of the first instruction and of the first in the loop; -1: none
 AT, TURN, STATE, _OLDEST, _NEWEST, _CAUSE, _OWN = range(7)  # how workers stand; flights whose posts are due
 _FREE_AT, ARRIVED, ENDED = range(3)
-_HOP, _SEEN, GO, _PUSH, _OVER, _DUE = range(6)
-KIND_BITS, _LOG_BIT = 3, 34  # of an event: kind, number, then the logged flight behind it
-_BLOCKED, COMING, _BUSY, _DONE = range(4)  # a worker: waits for posts, has a start among the events, has a flight
+_HOP, TRY, _GO, _PUSH, _OVER, _DUE = range(6)
+KIND_BITS = 3  # of an event; above them the number of what it is about
+_POST_NEXT, _POST_LOG = range(2)  # columns of posts: the next one, or the next free one; the logged flight behind it
+FREE_POST, POSTS = 11, 12  # of counters: the first free post, and how many rows are in use
+BLOCKED, _COMING, _BUSY, _DONE = range(4)  # a worker: waits for posts, has a start among the events, has a flight
 # Columns of flights and messages. A free row keeps the number of the next free one in its first column.
 _LINKED, _WORKER, _INSTRUCTION, _LEFT, _HEADS, _LOGGED, _LINK = range(7)
 _BYTES, _HEAD, _TAIL, _OUT, _DELIVERED, _WORST = range(6)
@@ -48,14 +55,35 @@ LOG_STEP, LOG_COLUMNS = (
 
 
 @compiled
-def _open(step, turn, steps, waits, semaphores):
-    """Whether all that an instruction waits for, in iteration `turn`, has been posted."""
+def _begins(
+    worker, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels, stand, moment,
+    counters,
+):  # fmt: skip
+    """When a worker starts its next instruction; -1 if something it waits for has not been posted yet.
+
+    Posts that are waited for are passed, which frees them: the worker's own time remembers when the last was seen.
+    """
+    step = stand[worker, AT]
+    turn = iterations - 1 if steps[step, KIND] == END else stand[worker, TURN]
     for entry in range(steps[step, WAIT_FROM], steps[step, WAIT_TO]):
         semaphore = waits[entry, SEMAPHORE]
         target = waits[entry, VALUE] + (turn - waits[entry, BACK]) * semaphores[semaphore, EACH_TURN]
-        if semaphores[semaphore, POSTED] < target:
-            return False
-    return True
+        if semaphores[semaphore, _POSTED] < target:
+            return -1.0
+        while semaphores[semaphore, _PASSED] < target:
+            post = semaphores[semaphore, OLDEST_POST]
+            semaphores[semaphore, _PASSED] += 1
+            semaphores[semaphore, OLDEST_POST] = post_i[post, _POST_NEXT]
+            if post_f[post] > moment[worker, _FREE_AT]:  # seen in order, so the last one decides
+                moment[worker, _FREE_AT] = post_f[post]
+                stand[worker, _CAUSE] = post_i[post, _POST_LOG]
+            post_i[post, _POST_NEXT] = counters[FREE_POST]
+            counters[FREE_POST] = post
+    begins = max(now, moment[worker, _FREE_AT])
+    if steps[step, KIND] == READY:
+        begins = max(begins, ready_at[workers[worker, RANK] * parcels + steps[step, NUMBER]])
+    stand[worker, STATE] = _COMING
+    return begins
 
 
 @compiled
@@ -73,7 +101,7 @@ def run(
     iterations, semaphores, signal_seconds, route_start, route_link, request_seconds, links, curves, fair, forwards,
     step_seconds, message_seconds, ready_at, needed, parcels, traced, most_events, counters, clock,
     queue, places, times, orders, heap, lists, list_times, pending, new_time, new_turn, new,
-    stand, moment, flight_i, flight_f, message_i, message_f, active, room, users, touched, log,
+    stand, moment, flight_i, flight_f, message_i, message_f, post_i, post_f, active, room, users, touched, log,
 ):  # fmt: skip
     """Go on until all is over (FINE), more than `most_events` were met (TOO_MANY), or an array is full (FULL).
 
@@ -102,6 +130,7 @@ def run(
         if (
             flights == len(flight_i)
             or messages + spare > len(message_i)
+            or counters[POSTS] + spare > len(post_i)
             or actives + spare > len(new)
             or actives == len(active)
             or (traced and logged == len(log))
@@ -141,19 +170,21 @@ def run(
             now = times[0]
             payload = take(queue, heap, lists, list_times, pending)
             events += 1
-            what, which = payload & ((1 << KIND_BITS) - 1), (payload & ((1 << _LOG_BIT) - 1)) >> KIND_BITS
+            what, which = payload & ((1 << KIND_BITS) - 1), payload >> KIND_BITS
         go, push, over, flight = -1, -1, -1, -1  # what this event is about; the flight may be complete
         head, tail = 0.0, 0.0  # of a message, where it arrives
         coming, come_at = -1, 0.0  # an event that follows from this one
 
-        if what == _SEEN:
-            semaphores[which, POSTED] += 1
-            waiter = semaphores[which, WAITER]
-            if stand[waiter, STATE] == _BLOCKED:
-                go = waiter
-                stand[go, _CAUSE] = payload >> _LOG_BIT
-        elif what == GO:
+        if what == _GO:
             go = which
+        elif what == TRY:
+            if stand[which, STATE] == BLOCKED:  # else a post was quicker
+                come_at = _begins(
+                    which, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
+                    stand, moment, counters,
+                )  # fmt: skip
+                if come_at >= 0:
+                    coming = (which << KIND_BITS) | _GO
         elif what == _DUE:
             flight = stand[which, _OLDEST]
         elif what == _PUSH:
@@ -219,71 +250,59 @@ def run(
             step = stand[go, AT]
             kind = steps[step, KIND]
             turn = iterations - 1 if kind == END else stand[go, TURN]
-            stand[go, STATE] = _BLOCKED
-            if not _open(step, turn, steps, waits, semaphores):
-                continue
-            begins = moment[go, _FREE_AT]
-            if kind == READY:
-                begins = max(begins, ready_at[workers[go, RANK] * parcels + steps[step, NUMBER]])
-            if begins > now:
-                stand[go, STATE] = COMING
-                if moment[go, _FREE_AT] > now:
-                    stand[go, _CAUSE] = stand[go, _OWN]
-                coming, come_at = (go << KIND_BITS) | GO, begins
+            stand[go, STATE] = _BUSY
+            flight = free_flight
+            if flight >= 0:
+                free_flight = flight_i[flight, _LINKED]
             else:
-                stand[go, STATE] = _BUSY
-                flight = free_flight
-                if flight >= 0:
-                    free_flight = flight_i[flight, _LINKED]
+                flight = flights
+                flights += 1
+            made += 1
+            nbytes = _bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes)
+            pulled, pushed = 0, 0
+            if nbytes > 0:
+                pulled = steps[step, PULL_TO] - steps[step, PULL_FROM]
+                pushed = steps[step, PUSH_TO] - steps[step, PUSH_FROM]
+            flight_i[flight, _LINKED], flight_i[flight, _WORKER], flight_i[flight, _INSTRUCTION] = -1, go, step
+            flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed, pulled
+            flight_i[flight, _LINK], flight_i[flight, _LOGGED] = -1, -1
+            flight_f[flight, _BYTES], flight_f[flight, _HEAD], flight_f[flight, _TAIL] = nbytes, now, 0.0
+            flight_f[flight, _OUT], flight_f[flight, _WORST] = now + step_seconds + nbytes * busy_per_byte[step], 0
+            flight_f[flight, _DELIVERED] = flight_f[flight, _OUT] if pushed == 0 else now
+            if stand[go, _NEWEST] >= 0:
+                flight_i[stand[go, _NEWEST], _LINKED] = flight
+            else:
+                stand[go, _OLDEST] = flight
+            stand[go, _NEWEST] = flight
+            if traced:
+                log[logged, 0], log[logged, 1], log[logged, 2], log[logged, 3] = go, step, turn, now
+                log[logged, 6] = stand[go, _CAUSE]
+                flight_i[flight, _LOGGED] = stand[go, _OWN] = logged
+                logged += 1
+            if kind == NEEDED:
+                needed[workers[go, RANK] * parcels + steps[step, NUMBER]] = now
+            # Whole messages leave after the sum, streams while it is made.
+            sent = now + step_seconds + (nbytes * busy_per_byte[step] if forwards else 0.0)
+            for index in range(pulled):
+                fresh = free_message
+                if fresh >= 0:
+                    free_message = message_i[fresh, _FLIGHT]
                 else:
-                    flight = flights
-                    flights += 1
-                made += 1
-                nbytes = _bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes)
-                pulled, pushed = 0, 0
-                if nbytes > 0:
-                    pulled = steps[step, PULL_TO] - steps[step, PULL_FROM]
-                    pushed = steps[step, PUSH_TO] - steps[step, PUSH_FROM]
-                flight_i[flight, _LINKED], flight_i[flight, _WORKER], flight_i[flight, _INSTRUCTION] = -1, go, step
-                flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed, pulled
-                flight_i[flight, _LINK] = -1
-                flight_f[flight, _BYTES], flight_f[flight, _HEAD], flight_f[flight, _TAIL] = nbytes, now, 0.0
-                flight_f[flight, _OUT], flight_f[flight, _WORST] = now + step_seconds + nbytes * busy_per_byte[step], 0
-                flight_f[flight, _DELIVERED] = flight_f[flight, _OUT] if pushed == 0 else now
-                if stand[go, _NEWEST] >= 0:
-                    flight_i[stand[go, _NEWEST], _LINKED] = flight
+                    fresh = messages
+                    messages += 1
+                route = pulls[steps[step, PULL_FROM] + index]
+                message_i[fresh, _FLIGHT], message_i[fresh, ROUTE] = flight, route
+                message_i[fresh, _HOP_AT], message_i[fresh, _IS_PULL] = route_start[route], 1
+                message_f[fresh, _SIZE], message_f[fresh, _ARRIVES] = nbytes, 0.0
+                reach = sent + request_seconds[route]
+                # Requests leave one after the other: of those that arrive together, everybody's first goes first.
+                new_time[news], new_turn[news], new[news] = reach, index, (fresh << KIND_BITS) | _HOP
+                news += 1
+            if pulled == 0 and pushed > 0:
+                if sent > now:
+                    coming, come_at = (flight << KIND_BITS) | _PUSH, sent
                 else:
-                    stand[go, _OLDEST] = flight
-                stand[go, _NEWEST] = flight
-                if traced:
-                    log[logged, 0], log[logged, 1], log[logged, 2], log[logged, 3] = go, step, turn, now
-                    log[logged, 6] = stand[go, _CAUSE]
-                    flight_i[flight, _LOGGED] = stand[go, _OWN] = logged
-                    logged += 1
-                if kind == NEEDED:
-                    needed[workers[go, RANK] * parcels + steps[step, NUMBER]] = now
-                # Whole messages leave after the sum, streams while it is made.
-                sent = now + step_seconds + (nbytes * busy_per_byte[step] if forwards else 0.0)
-                for index in range(pulled):
-                    fresh = free_message
-                    if fresh >= 0:
-                        free_message = message_i[fresh, _FLIGHT]
-                    else:
-                        fresh = messages
-                        messages += 1
-                    route = pulls[steps[step, PULL_FROM] + index]
-                    message_i[fresh, _FLIGHT], message_i[fresh, ROUTE] = flight, route
-                    message_i[fresh, _HOP_AT], message_i[fresh, _IS_PULL] = route_start[route], 1
-                    message_f[fresh, _SIZE], message_f[fresh, _ARRIVES] = nbytes, 0.0
-                    reach = sent + request_seconds[route]
-                    # Requests leave one after the other: of those that arrive together, everybody's first goes first.
-                    new_time[news], new_turn[news], new[news] = reach, index, (fresh << KIND_BITS) | _HOP
-                    news += 1
-                if pulled == 0 and pushed > 0:
-                    if sent > now:
-                        coming, come_at = (flight << KIND_BITS) | _PUSH, sent
-                    else:
-                        push = flight
+                    push = flight
 
         if push >= 0:
             flight, step = push, flight_i[push, _INSTRUCTION]
@@ -333,16 +352,18 @@ def run(
                     step = workers[worker, BODY]
                 else:
                     step = -step
-            stand[worker, AT], stand[worker, STATE] = step, _BLOCKED
+            stand[worker, AT], stand[worker, STATE] = step, BLOCKED
             if step == len(steps):
                 stand[worker, AT], stand[worker, STATE] = -1, _DONE
                 moment[worker, ENDED] = moment[worker, _FREE_AT]
             else:
-                turn = iterations - 1 if steps[step, KIND] == END else stand[worker, TURN]
-                if _open(step, turn, steps, waits, semaphores):
-                    begins = max(now, moment[worker, _FREE_AT])
-                    stand[worker, STATE], stand[worker, _CAUSE] = COMING, stand[worker, _OWN]
-                    new_time[news], new_turn[news], new[news] = begins, 0, (worker << KIND_BITS) | GO
+                stand[worker, _CAUSE] = stand[worker, _OWN]
+                begins = _begins(
+                    worker, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
+                    stand, moment, counters,
+                )  # fmt: skip
+                if begins >= 0:
+                    new_time[news], new_turn[news], new[news] = begins, 0, (worker << KIND_BITS) | _GO
                     news += 1
         again = -1
         flight = stand[worker, _OLDEST]
@@ -350,12 +371,32 @@ def run(
             # Posts leave in the order of the worker's instructions, one instruction a turn.
             step = flight_i[flight, _INSTRUCTION]
             moment[worker, ARRIVED] = max(moment[worker, ARRIVED], flight_f[flight, _DELIVERED])
-            behind = (flight_i[flight, _LOGGED] << _LOG_BIT) if traced else 0
             for entry in range(steps[step, POST_FROM], steps[step, POST_TO]):
                 semaphore = posts[entry]
                 seen = max(moment[worker, ARRIVED], flight_f[flight, _OUT] + signal_seconds[semaphore], now)
-                new_time[news], new_turn[news], new[news] = seen, 0, behind | (semaphore << KIND_BITS) | _SEEN
-                news += 1
+                post = counters[FREE_POST]
+                if post >= 0:
+                    counters[FREE_POST] = post_i[post, _POST_NEXT]
+                else:
+                    post = counters[POSTS]
+                    counters[POSTS] += 1
+                post_i[post, _POST_NEXT], post_i[post, _POST_LOG] = -1, flight_i[flight, _LOGGED]
+                post_f[post] = seen
+                if semaphores[semaphore, OLDEST_POST] >= 0:
+                    post_i[semaphores[semaphore, _NEWEST_POST], _POST_NEXT] = post
+                else:
+                    semaphores[semaphore, OLDEST_POST] = post
+                semaphores[semaphore, _NEWEST_POST] = post
+                semaphores[semaphore, _POSTED] += 1
+                waiter = semaphores[semaphore, WAITER]
+                if stand[waiter, STATE] == BLOCKED:
+                    begins = _begins(
+                        waiter, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
+                        stand, moment, counters,
+                    )  # fmt: skip
+                    if begins >= 0:
+                        new_time[news], new_turn[news], new[news] = begins, 0, (waiter << KIND_BITS) | _GO
+                        news += 1
             if traced:
                 place = flight_i[flight, _LOGGED]
                 log[place, 4], log[place, 5] = flight_f[flight, _OUT], flight_f[flight, _DELIVERED]

@@ -151,7 +151,8 @@ def _workers(schedule: Schedule, row: Ints, steps: Rows) -> Ints:
 
 def _semaphores(schedule: Schedule) -> Ints:
     """A start is posted once a call, everything else once an iteration or more."""
-    found = np.zeros((len(schedule.semaphore_posts), 4), np.int64)
+    found = np.zeros((len(schedule.semaphore_posts), core.SEMAPHORE_COLUMNS), np.int64)
+    found[:, core.OLDEST_POST] = -1
     found[:, core.WAITER] = schedule.semaphore_waiter
     found[:, core.EACH_TURN] = np.where(schedule.semaphore_of_start, 0, schedule.semaphore_posts)
     return found

@@ -25,20 +25,21 @@ class State:
         messages = max(_widest(steps, core.PULL_FROM, core.PULL_TO), _widest(steps, core.PUSH_FROM, core.PUSH_TO))
         begins = np.flatnonzero(moves.workers[:, core.FIRST] >= 0)
         self.counters = np.zeros(16, np.int64)
-        self.counters[[_FREE_FLIGHT, _FREE_MESSAGE, _AGAIN]] = -1
+        self.counters[[_FREE_FLIGHT, _FREE_MESSAGE, _AGAIN, core.FREE_POST]] = -1
         self.counters[_NEWS], self.counters[_SPARE] = len(begins), 2 * messages + posts + 4
         self.clock = np.array([0.0, np.inf, 0.0, 0.0])
         size = int(2 * self.counters[_SPARE]) + len(begins)
         self.new_time, self.new_turn, self.new = np.zeros(size), np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self.new[: len(begins)] = (begins << core.KIND_BITS) | core.GO
+        self.new[: len(begins)] = (begins << core.KIND_BITS) | core.TRY
         self.queue, self.places = empty_state(), empty_places()
         self.times, self.orders, self.heap = np.empty(_FIRST), _ints(_FIRST), _ints(_FIRST)
         self.lists, self.list_times, self.pending = _ints(_FIRST, 3), np.empty(_FIRST), _ints(_FIRST, 2)
         self.stand, self.moment = np.full((workers, 8), -1, np.int64), np.zeros((workers, 4))
         self.stand[begins, core.AT] = moves.workers[begins, core.FIRST]
-        self.stand[begins, core.TURN], self.stand[begins, core.STATE] = 0, core.COMING
+        self.stand[begins, core.TURN], self.stand[begins, core.STATE] = 0, core.BLOCKED
         self.flight_i, self.flight_f = _ints(_FIRST, 8), np.empty((_FIRST, 8))
         self.message_i, self.message_f = _ints(_FIRST, 4), np.empty((_FIRST, 4))
+        self.post_i, self.post_f = _ints(_FIRST, 2), np.empty(_FIRST)
         self.active = _ints(_FIRST)
         self.room, self.users, self.touched = np.empty(len(links)), np.zeros(len(links), np.int64), _ints(len(links))
         self.needed = np.full(len(ready_at), -1.0)
@@ -50,8 +51,8 @@ class State:
         return (
             self.counters, self.clock, self.queue, self.places, self.times, self.orders, self.heap, self.lists,
             self.list_times, self.pending, self.new_time, self.new_turn, self.new, self.stand, self.moment,
-            self.flight_i, self.flight_f, self.message_i, self.message_f, self.active, self.room, self.users,
-            self.touched, self._log,
+            self.flight_i, self.flight_f, self.message_i, self.message_f, self.post_i, self.post_f, self.active,
+            self.room, self.users, self.touched, self._log,
         )  # fmt: skip
 
     def grow(self) -> None:
@@ -65,6 +66,7 @@ class State:
         for names, used in (
             (("flight_i", "flight_f"), int(self.counters[_FLIGHTS])),
             (("message_i", "message_f"), int(self.counters[_MESSAGES]) + spare),
+            (("post_i", "post_f"), int(self.counters[core.POSTS]) + spare),
             (("new_time", "new_turn", "new"), actives + spare + news),
             (("active",), actives + 1),
             (("_log",), int(self.counters[_LOGGED])),
@@ -104,7 +106,8 @@ class State:
         """Memory of what is under way, links and workers not counted."""
         pools = (
             self.times, self.orders, self.heap, self.lists, self.list_times, self.pending, self.new_time, self.new_turn,
-            self.new, self.flight_i, self.flight_f, self.message_i, self.message_f, self.active,
+            self.new, self.flight_i, self.flight_f, self.message_i, self.message_f, self.post_i, self.post_f,
+            self.active,
         )  # fmt: skip
         return sum(one.nbytes for one in pools)
 
