@@ -10,9 +10,9 @@ begins when the first bytes of all pulls are here, and ends no earlier than they
 
 Events: a message reaches its next link, a worker starts, pushes may begin, a message is over (fair sharing only). When
 a post will be seen is known when it is made, so it waits in a list of its semaphore instead of among the events, and
-its waiter's start is an event as soon as all it waits for is known. Flights, messages, posts and events under way are rows
-of arrays, handed out again when they are over, so that memory follows what is under way. One turn of the loop makes at
-most one flight; room is made before.
+its waiter's start is an event as soon as all it waits for is known. Flights, messages, posts and events under way are
+rows of arrays, handed out again when they are over, so that memory follows what is under way. One turn of the loop
+makes at most one flight; room is made before.
 """
 
 from __future__ import annotations
