@@ -296,9 +296,9 @@ class _Replay:
                 f"{name} over {timing.link}", {"bytes": nbytes, "collective": name, "group": group},
             )  # fmt: skip
         if node.type in (SEND, RECV):
-            kind = self.collectives.cluster.network.links.kinds[-1]
-            seconds = 0.0 if node.type == RECV and len(nodes) == 1 else int(size) / kind.bandwidth + 2 * kind.latency
-            return Task(node.name, ranks, "messages", seconds, after, resource=f"messages over {kind.name}")
+            timing = self.collectives.message(int(size))
+            seconds = 0.0 if node.type == RECV and len(nodes) == 1 else timing.seconds
+            return Task(node.name, ranks, "messages", seconds, after, resource=f"messages over {timing.link}")
         seconds = node.micros * 1e-6
         operations, touched = about.get("num_ops", 0), about.get("tensor_size", 0)
         if not seconds and isinstance(operations, int) and isinstance(touched, int) and node.type == COMP:

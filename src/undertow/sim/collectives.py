@@ -28,6 +28,7 @@ from .network import Ints, Network
 from .schedules import Result, simulate
 
 GROUPS = ("all", "node", "across")
+_PAIR = "pair"  # the first rank and its place on the next node; inside one node, its neighbour
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _FEW = 16  # ranks of a flat group that may all talk to each other at once
 _FLAT = {
@@ -89,6 +90,14 @@ class Collectives:
             self._timings[key] = self._run(collective, group, round(nbytes))
         return self._timings[key]
 
+    def message(self, nbytes: float) -> Timing:
+        """From one rank to its place on the next node; where there is one node only, to its neighbour."""
+        key = ("send_recv", _PAIR, round(nbytes))
+        if key not in self._timings:
+            alone = self.cluster.ranks < 2 or key[2] < 1
+            self._timings[key] = Timing(0.0, 0.0, "") if alone else self._timed("send_recv_direct", _PAIR, key[2])
+        return self._timings[key]
+
     def _run(self, collective: str, group: str, nbytes: int) -> Timing:
         if self.ranks(group) < 2 or not nbytes:
             return Timing(0.0, 0.0, "")
@@ -105,7 +114,9 @@ class Collectives:
         return Timing(result.seconds, sent / result.seconds, busiest_link(result))
 
     def _topology(self, group: str) -> Topology:
-        return self.cluster.topology if group == "all" else Topology.flat(self.ranks(group))
+        if group == "all":
+            return self.cluster.topology
+        return Topology.flat(2 if group == _PAIR else self.ranks(group))
 
     def _schedule(self, name: str, group: str) -> tuple[Schedule, Network]:
         key = (name, group)
@@ -115,6 +126,8 @@ class Collectives:
                 network = Subset(network, list(range(per_node)))
             elif group == "across":
                 network = Subset(network, list(range(0, self.cluster.ranks, per_node)))
+            elif group == _PAIR:
+                network = Subset(network, [0, per_node if self.cluster.shape.nodes > 1 else 1])
             topology = self._topology(group)
             schedule = LIBRARY[name].compile(topology=topology, target="staged", workers=_WORKERS, check=False)
             self._schedules[key] = schedule, network

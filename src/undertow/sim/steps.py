@@ -78,15 +78,15 @@ class Step:
         return self._tasks.add(task)
 
     def send(self, nbytes: float, *, source: int, destination: int, after: Sequence[int] = ()) -> int:
-        """From one stage of a pipeline to another: a message over the slowest kind of link between neighbours."""
+        """From one stage of a pipeline to another: a message from a rank to its place on the next node."""
         if source == destination:
             raise InvalidArgument(argument="destination", was=destination, must="another stage than the source")
-        kind = self.cluster.network.links.kinds[-1]
-        seconds = nbytes / kind.bandwidth + 2 * kind.latency
-        engine = f"to stage {destination}"
-        return self._tasks.add(
-            Task("send", (source,), engine, seconds, tuple(after), 0.0, "stages", 0.0, 0, f"send over {kind.name}")
-        )
+        timing = self.collectives.message(nbytes)
+        task = Task(
+            "send", (source,), f"to stage {destination}", timing.seconds, tuple(after), 0.0, "stages",
+            timing.bytes_per_second, 0, f"send over {timing.link}", {"bytes": round(nbytes)},
+        )  # fmt: skip
+        return self._tasks.add(task)
 
     def run(self) -> Outcome:
         return self._tasks.run()
