@@ -25,11 +25,11 @@ from .event_queue import has_room, is_empty, put, settle, take
 from .links import BUSY, LATENCY, MOVED, RATE, ROUTE, SPEED, fair_rates, serve
 
 FINE, TOO_MANY, FULL = range(3)
-# Columns of instructions: a row is one cache line.
+# Columns of instructions; they stand in rows, for all of a row is needed at once.
 (
     KIND, NUMBER, CLASS, COUNT, WAIT_FROM, WAIT_TO, POST_FROM, POST_TO, PULL_FROM, PULL_TO, PUSH_FROM, PUSH_TO, NEXT,
 ) = range(13)  # fmt: skip
-STEP_COLUMNS = 16
+STEP_COLUMNS = 13
 SEMAPHORE, VALUE, BACK = range(3)  # columns of waits
 # Columns of semaphores; each turn: posts of an iteration, 0 for those of a start; posted ones that are not passed yet
 # are a list, from the oldest to the newest.

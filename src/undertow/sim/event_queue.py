@@ -19,7 +19,7 @@ from .compiled import compiled
 _PLACES = 1 << 10
 _TURN_BITS = 44
 # Columns of state.
-_SIZE, _MADE, _FREE_LIST, _LISTS, _FREE_EVENT, _EVENTS, _VACANT = range(7)
+SIZE, _MADE, _FREE_LIST, _LISTS, _FREE_EVENT, EVENTS, _VACANT = range(7)
 _FIRST, _LAST, _TURN = range(3)  # columns of lists; a free list keeps the next free one as its first
 _PAYLOAD, _NEXT = range(2)  # columns of events; free ones keep the next free one
 
@@ -37,12 +37,12 @@ def empty_places() -> NDArray[np.int64]:
 @compiled
 def has_room(state, heap_times, events, count):
     """Whether so many more events fit."""
-    return state[_SIZE] + count < len(heap_times) and state[_EVENTS] + count < len(events)
+    return state[SIZE] + count < len(heap_times) and state[EVENTS] + count < len(events)
 
 
 @compiled
 def is_empty(state):
-    return state[_SIZE] == 0
+    return state[SIZE] == 0
 
 
 @compiled
@@ -82,8 +82,8 @@ def put(state, places, heap_times, heap_orders, heap_lists, lists, list_times, e
     if event >= 0:
         state[_FREE_EVENT] = events[event, _NEXT]
     else:
-        event = state[_EVENTS]
-        state[_EVENTS] += 1
+        event = state[EVENTS]
+        state[EVENTS] += 1
     events[event, _PAYLOAD], events[event, _NEXT] = payload, -1
     # Any function of the time will do that spreads times which differ in a few bits.
     place = int(time * 9.007199254740993e15) & 0x7FFFFFFFFFFFFFFF
@@ -106,10 +106,10 @@ def put(state, places, heap_times, heap_orders, heap_lists, lists, list_times, e
     state[_MADE] += 1
     if state[_VACANT]:
         state[_VACANT] = 0
-        _sink(heap_times, heap_orders, heap_lists, state[_SIZE], time, order, found)
+        _sink(heap_times, heap_orders, heap_lists, state[SIZE], time, order, found)
     else:
-        _rise(heap_times, heap_orders, heap_lists, state[_SIZE], time, order, found)
-        state[_SIZE] += 1
+        _rise(heap_times, heap_orders, heap_lists, state[SIZE], time, order, found)
+        state[SIZE] += 1
 
 
 @compiled
@@ -117,8 +117,8 @@ def settle(state, heap_times, heap_orders, heap_lists):
     """Close the place at the top if nobody took it; the queue can be read after that."""
     if state[_VACANT]:
         state[_VACANT] = 0
-        state[_SIZE] -= 1
-        size = state[_SIZE]
+        state[SIZE] -= 1
+        size = state[SIZE]
         if size > 0:
             _sink(heap_times, heap_orders, heap_lists, size, heap_times[size], heap_orders[size], heap_lists[size])
 

@@ -63,18 +63,19 @@ def moves_of(schedule: Schedule, network: Network) -> Moves:
     signal_seconds[away] = latency[np.searchsorted(wanted, signal[away])]
     wait_entry, post_entry = _entries(one.wait_start, order), _entries(one.post_start, order)
     class_sizes = one.count[order]
-    steps = np.zeros((len(one), core.STEP_COLUMNS), np.int32)
-    steps[:, core.KIND], steps[:, core.NUMBER], steps[:, core.COUNT] = one.kind[order], one.number[order], class_sizes
-    steps[:, core.CLASS] = np.cumsum(class_sizes) - class_sizes
+    columns = np.empty((core.STEP_COLUMNS, len(one)), np.int32)
+    columns[core.KIND], columns[core.NUMBER], columns[core.COUNT] = one.kind[order], one.number[order], class_sizes
+    columns[core.CLASS] = np.cumsum(class_sizes) - class_sizes
     for low, high, sizes in (
         (core.WAIT_FROM, core.WAIT_TO, np.diff(one.wait_start)[order]),
         (core.POST_FROM, core.POST_TO, np.diff(one.post_start)[order]),
         (core.PULL_FROM, core.PULL_TO, pull_sizes),
         (core.PUSH_FROM, core.PUSH_TO, push_sizes),
     ):
-        steps[:, high] = np.cumsum(sizes)
-        steps[:, low] = steps[:, high] - sizes
-    steps[:, core.NEXT] = np.append(row[1:], 0)[order]
+        np.cumsum(sizes, out=columns[high])
+        np.subtract(columns[high], sizes, out=columns[low], casting="unsafe")
+    columns[core.NEXT] = np.append(row[1:], 0)[order]
+    steps = np.ascontiguousarray(columns.T)
     workers = _workers(schedule, row, steps)
     return Moves(
         order, steps,

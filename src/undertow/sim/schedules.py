@@ -1,7 +1,7 @@
 """A compiled schedule on a network: the same instructions that the executors run, timed instead of run.
 
     result = simulate(schedule, network, nbytes=64 << 20)
-    result.seconds, result.busy("nvlink"), result.timeline()
+    result.seconds, result.busy("nvlink")           # with traced=True also `timelines.schedule_timeline(result)`
 
 What moves are chunks as the contract cuts the call's spans; long chunks move tile by tile, one tile an iteration, as
 `tile` says. A schedule that is not right in every order of events is refused, not timed: `check=False` is for those

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import core
-from .event_queue import empty_places, empty_state
+from .event_queue import EVENTS, SIZE, empty_places, empty_state
 from .moves import Moves
 from .network import Floats, Ints
 
@@ -58,9 +58,7 @@ class State:
     def grow(self) -> None:
         """Twice the room wherever half of it is used; a core that stopped for want of room finds more."""
         news, spare, actives = (int(self.counters[one]) for one in (_NEWS, _SPARE, _ACTIVES))
-        while 2 * (int(self.queue[0]) + news) >= len(self.times) or 2 * (int(self.queue[5]) + news) >= len(
-            self.pending
-        ):
+        while 2 * (int(self.queue[[SIZE, EVENTS]].max()) + news) >= len(self.times):
             for name in ("times", "orders", "heap", "lists", "list_times", "pending"):
                 self._double(name)
         for names, used in (
