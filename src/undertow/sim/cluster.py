@@ -102,8 +102,8 @@ class Cluster:
         return Topology.grid(self.shape.nodes, self.shape.per_node)
 
     def by_engines(self) -> Cluster:
-        """The same where copy engines move everything: as many workers, a cost for each copy; sums stay with kernels
-        that read and write memory, unless engines reduce."""
+        """The same where copy engines move everything: a cost for each copy, no CTAs that limit it. What arrives is
+        still copied and summed in memory by kernels, unless engines reduce on the way."""
         if self.copy_engines is None:
             raise InvalidArgument(
                 argument="machine", was=f"{self.name}, without copy engines", must="one that has some"
@@ -111,7 +111,7 @@ class Cluster:
         engines = self.copy_engines
         rules = replace(
             self.rules, step_seconds=self.rules.step_seconds + engines.copy_seconds, worker_rate=math.inf,
-            memory_rate=math.inf if engines.reduces else self.rules.memory_rate, copies_are_free=True,
+            memory_rate=math.inf if engines.reduces else self.rules.memory_rate,
         )  # fmt: skip
         return replace(self, name=f"{self.name}, copy engines", rules=rules)
 
