@@ -27,10 +27,10 @@ class Moves:
 
     instruction: Ints
     steps: Rows
-    waits: Ints
+    waits: Rows
     posts: Rows
-    pulls: Ints
-    pushes: Ints
+    pulls: Rows
+    pushes: Rows
     class_of: Rows
     workers: Ints
     semaphores: Ints
@@ -79,8 +79,8 @@ def moves_of(schedule: Schedule, network: Network) -> Moves:
     workers = _workers(schedule, row, steps)
     return Moves(
         order, steps,
-        np.stack([one.wait_semaphore, one.wait_value, one.wait_back], axis=1)[wait_entry].astype(np.int64),
-        one.post_semaphore[post_entry], np.searchsorted(wanted, pull_pair), np.searchsorted(wanted, push_pair),
+        np.stack([one.wait_semaphore, one.wait_value, one.wait_back], axis=1)[wait_entry],
+        one.post_semaphore[post_entry], _places(wanted, pull_pair, ranks), _places(wanted, push_pair, ranks),
         one.class_of[_entries(one.class_start, order)], workers, _semaphores(schedule), signal_seconds, routes.start,
         routes.links, back,
     )  # fmt: skip
@@ -121,6 +121,15 @@ def _order(schedule: Schedule) -> Ints:
         return np.arange(len(schedule.instructions)).reshape(len(lengths), -1).T.ravel()
     worker = np.repeat(np.arange(len(lengths)), lengths)
     return np.lexsort((worker, np.arange(len(worker)) - schedule.worker_start[worker]))
+
+
+def _places(wanted: Ints, pairs: Ints, ranks: int) -> Rows:
+    """Where each pair stands in `wanted`; by a table of all pairs where there are many to look up."""
+    if ranks * ranks > 8 * len(pairs) + 1024:
+        return np.searchsorted(wanted, pairs).astype(np.int32)
+    table = np.zeros(ranks * ranks, np.int32)
+    table[wanted] = np.arange(len(wanted))
+    return np.asarray(table[pairs])
 
 
 def _distinct(pairs: Ints, ranks: int) -> Ints:
