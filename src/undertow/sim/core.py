@@ -40,7 +40,10 @@ AT, TURN, STATE, _OLDEST, _NEWEST, _CAUSE, _OWN = range(7)  # how workers stand;
 _FREE_AT, ARRIVED, ENDED = range(3)
 _HOP, TRY, _GO, _PUSH, _OVER, _DUE = range(6)
 KIND_BITS = 3  # of an event; above them the number of what it is about
-_POST_NEXT, _POST_LOG = range(2)  # columns of posts: the next one, or the next free one; the logged flight behind it
+# Columns of posts: the next one, or the next free one; the logged flight behind it; how many posts the row stands for,
+# since those that nobody waits for by number are told with the next one; whether somebody does.
+_POST_NEXT, _POST_LOG, _POST_COUNT, _POST_WAITED = range(4)
+POSTED_TO, IS_WAITED = range(2)  # columns of what instructions post
 FREE_POST, POSTS = 11, 12  # of counters: the first free post, and how many rows are in use
 BLOCKED, _COMING, _BUSY, _DONE = range(4)  # a worker: waits for posts, has a start among the events, has a flight
 # Columns of flights and messages. A free row keeps the number of the next free one in its first column.
@@ -72,7 +75,7 @@ def _begins(
             return -1.0
         while semaphores[semaphore, _PASSED] < target:
             post = semaphores[semaphore, OLDEST_POST]
-            semaphores[semaphore, _PASSED] += 1
+            semaphores[semaphore, _PASSED] += post_i[post, _POST_COUNT]
             semaphores[semaphore, OLDEST_POST] = post_i[post, _POST_NEXT]
             if post_f[post] > moment[worker, _FREE_AT]:  # seen in order, so the last one decides
                 moment[worker, _FREE_AT] = post_f[post]
@@ -372,21 +375,26 @@ def run(
             step = flight_i[flight, _INSTRUCTION]
             moment[worker, ARRIVED] = max(moment[worker, ARRIVED], flight_f[flight, _DELIVERED])
             for entry in range(steps[step, POST_FROM], steps[step, POST_TO]):
-                semaphore = posts[entry]
+                semaphore = posts[entry, POSTED_TO]
                 seen = max(moment[worker, ARRIVED], flight_f[flight, _OUT] + signal_seconds[semaphore], now)
-                post = counters[FREE_POST]
-                if post >= 0:
-                    counters[FREE_POST] = post_i[post, _POST_NEXT]
-                else:
-                    post = counters[POSTS]
-                    counters[POSTS] += 1
-                post_i[post, _POST_NEXT], post_i[post, _POST_LOG] = -1, flight_i[flight, _LOGGED]
-                post_f[post] = seen
-                if semaphores[semaphore, OLDEST_POST] >= 0:
-                    post_i[semaphores[semaphore, _NEWEST_POST], _POST_NEXT] = post
-                else:
-                    semaphores[semaphore, OLDEST_POST] = post
-                semaphores[semaphore, _NEWEST_POST] = post
+                post = semaphores[semaphore, _NEWEST_POST]
+                if semaphores[semaphore, OLDEST_POST] < 0 or post_i[post, _POST_WAITED]:
+                    fresh = counters[FREE_POST]
+                    if fresh >= 0:
+                        counters[FREE_POST] = post_i[fresh, _POST_NEXT]
+                    else:
+                        fresh = counters[POSTS]
+                        counters[POSTS] += 1
+                    if semaphores[semaphore, OLDEST_POST] >= 0:
+                        post_i[post, _POST_NEXT] = fresh
+                    else:
+                        semaphores[semaphore, OLDEST_POST] = fresh
+                    semaphores[semaphore, _NEWEST_POST] = fresh
+                    post = fresh
+                    post_i[post, _POST_NEXT], post_i[post, _POST_COUNT] = -1, 0
+                post_i[post, _POST_LOG], post_f[post] = flight_i[flight, _LOGGED], seen
+                post_i[post, _POST_COUNT] += 1
+                post_i[post, _POST_WAITED] = posts[entry, IS_WAITED]
                 semaphores[semaphore, _POSTED] += 1
                 waiter = semaphores[semaphore, WAITER]
                 if stand[waiter, STATE] == BLOCKED:

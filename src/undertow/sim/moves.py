@@ -80,7 +80,7 @@ def moves_of(schedule: Schedule, network: Network) -> Moves:
     return Moves(
         order, steps,
         np.stack([one.wait_semaphore, one.wait_value, one.wait_back], axis=1)[wait_entry],
-        one.post_semaphore[post_entry], _places(wanted, pull_pair, ranks), _places(wanted, push_pair, ranks),
+        _posts(schedule)[post_entry], _places(wanted, pull_pair, ranks), _places(wanted, push_pair, ranks),
         one.class_of[_entries(one.class_start, order)], workers, _semaphores(schedule), signal_seconds, routes.start,
         routes.links, back,
     )  # fmt: skip
@@ -157,6 +157,20 @@ def _workers(schedule: Schedule, row: Ints, steps: Rows) -> Ints:
     behind = np.where(ends < last, row[np.minimum(ends, len(row) - 1)], len(steps))
     steps[row[ends[loops] - 1], core.NEXT] = -behind[loops]
     return found
+
+
+def _posts(schedule: Schedule) -> Rows:
+    """What is posted, and whether somebody waits for just that post: the semaphore's first, second, ... of a turn."""
+    one = schedule.instructions
+    order = np.argsort(one.post_semaphore, kind="stable")  # a semaphore has one poster, whose posts stand in order
+    starts = np.searchsorted(one.post_semaphore[order], np.arange(len(schedule.semaphore_posts)))
+    number = np.empty(len(order), np.int64)
+    number[order] = np.arange(len(order)) - starts[one.post_semaphore[order]] + 1
+    wide = int(max(number.max(initial=0), one.wait_value.max(initial=0))) + 1
+    waited = one.wait_semaphore.astype(np.int64) * wide + one.wait_value
+    return np.stack(
+        [one.post_semaphore, np.isin(one.post_semaphore.astype(np.int64) * wide + number, waited)], axis=1
+    ).astype(np.int32)
 
 
 def _semaphores(schedule: Schedule) -> Ints:

@@ -39,7 +39,7 @@ class State:
         self.stand[begins, core.TURN], self.stand[begins, core.STATE] = 0, core.BLOCKED
         self.flight_i, self.flight_f = _ints(_FIRST, 8), np.empty((_FIRST, 8))
         self.message_i, self.message_f = _ints(_FIRST, 4), np.empty((_FIRST, 4))
-        self.post_i, self.post_f = _ints(_FIRST, 2), np.empty(_FIRST)
+        self.post_i, self.post_f = _ints(_FIRST, 4), np.empty(_FIRST)
         self.active = _ints(_FIRST)
         self.room, self.users, self.touched = np.empty(len(links)), np.zeros(len(links), np.int64), _ints(len(links))
         self.needed = np.full(len(ready_at), -1.0)
