@@ -6,6 +6,7 @@ way a schedule of millions of instructions, which no cache holds, is read from f
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ from . import core
 from .network import Floats, Ints, Network
 
 Rows = NDArray[np.int32]
+_KEPT: weakref.WeakKeyDictionary[Schedule, tuple[weakref.ref[Network], Moves]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +43,19 @@ class Moves:
 
 
 def moves_of(schedule: Schedule, network: Network) -> Moves:
-    """Which routes each instruction uses: sources on other ranks are pulled, stores on other ranks pushed."""
+    """Which routes each instruction uses: sources on other ranks are pulled, stores on other ranks pushed.
+
+    Kept with the schedule, for it is often run again with other sizes.
+    """
+    kept = _KEPT.get(schedule)
+    if kept is not None and kept[0]() is network:
+        return kept[1]
+    found = _moves(schedule, network)
+    _KEPT[schedule] = weakref.ref(network), found
+    return found
+
+
+def _moves(schedule: Schedule, network: Network) -> Moves:
     one, ranks = schedule.instructions, schedule.ranks
     order = _order(schedule)
     row = np.empty(len(one), np.int64)
@@ -89,6 +103,8 @@ def moves_of(schedule: Schedule, network: Network) -> Moves:
 def _entries(start: NDArray[np.int32], order: Ints) -> Ints:
     """Where the entries of compressed rows stood, rows in another order."""
     sizes = np.diff(start)[order].astype(np.int64)
+    if (sizes == 1).all():
+        return start[:-1][order].astype(np.int64)
     return np.arange(int(sizes.sum())) - np.repeat(np.cumsum(sizes) - sizes, sizes) + np.repeat(start[order], sizes)
 
 
@@ -162,15 +178,18 @@ def _workers(schedule: Schedule, row: Ints, steps: Rows) -> Ints:
 def _posts(schedule: Schedule) -> Rows:
     """What is posted, and whether somebody waits for just that post: the semaphore's first, second, ... of a turn."""
     one = schedule.instructions
-    order = np.argsort(one.post_semaphore, kind="stable")  # a semaphore has one poster, whose posts stand in order
-    starts = np.searchsorted(one.post_semaphore[order], np.arange(len(schedule.semaphore_posts)))
-    number = np.empty(len(order), np.int64)
-    number[order] = np.arange(len(order)) - starts[one.post_semaphore[order]] + 1
-    wide = int(max(number.max(initial=0), one.wait_value.max(initial=0))) + 1
-    waited = one.wait_semaphore.astype(np.int64) * wide + one.wait_value
-    return np.stack(
-        [one.post_semaphore, np.isin(one.post_semaphore.astype(np.int64) * wide + number, waited)], axis=1
-    ).astype(np.int32)
+    counts = np.bincount(one.post_semaphore, minlength=len(schedule.semaphore_posts))
+    starts = np.cumsum(counts) - counts
+    short = np.int16 if len(counts) < 1 << 15 else np.int32  # short numbers are sorted by their digits
+    # A semaphore has one poster, whose posts stand in order.
+    order = np.argsort(one.post_semaphore.astype(short), kind="stable")
+    exists = one.wait_value <= counts[one.wait_semaphore]
+    waited = np.zeros(len(order), np.int32)
+    waited[(starts[one.wait_semaphore] + one.wait_value - 1)[exists]] = 1
+    found = np.empty((len(order), 2), np.int32)
+    found[:, core.POSTED_TO] = one.post_semaphore
+    found[order, core.IS_WAITED] = waited
+    return found
 
 
 def _semaphores(schedule: Schedule) -> Ints:
