@@ -144,3 +144,9 @@ class NotExpressible(UndertowError, ValueError):
     """A schedule that another system's format or runtime has no room for."""
 
     template = "{name} cannot be written as {format}: {reason}."
+
+
+class SimulationRefused(UndertowError):
+    """A simulation that cannot go on: a schedule that waits for ever, a graph in a circle, a trace that is damaged."""
+
+    template = "The simulation cannot run: {reason}."

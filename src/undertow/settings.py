@@ -38,6 +38,10 @@ DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."
 )
 DEVICE_INDEX = Setting("UNDERTOW_DEVICE_INDEX", "", "Index of a rank's GPU; the launcher sets it. Unset: `LOCAL_RANK`.")
+SIM_CORE = Setting("UNDERTOW_SIM_CORE", "", "`python`: the simulator's loops run uncompiled. Unset: with Numba.")
+CONFORMANCE = Setting(
+    "UNDERTOW_CONFORMANCE", "", "Folder of published tables of others. Unset: looked for beside the checkout."
+)
 
 
 def cache_folder() -> Path:

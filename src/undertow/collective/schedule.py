@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from types import CodeType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,10 @@ from numpy.typing import NDArray
 from ..errors import InvalidArgument
 from .contract import Contract
 from .topology import Topology
+
+if TYPE_CHECKING:
+    from ..sim.cluster import Cluster
+    from ..sim.schedules import Result
 
 MOVE, READY, NEEDED, START, END = 0, 2, 3, 4, 5  # kinds of instructions
 Ints = NDArray[np.int32]
@@ -160,6 +165,17 @@ class Schedule:
         from .formats import write
 
         write(self, path)
+
+    def simulate(self, machine: str | Path | Cluster, *, nbytes: int, **options: Any) -> Result:
+        """What a call takes on a machine that need not be here: a shipped one, a file, or a `Cluster`.
+
+        `nbytes`: of the longest buffer of a rank. See `undertow.sim.schedules.simulate` for the options.
+        """
+        from ..sim.cluster import Cluster
+        from ..sim.schedules import simulate
+
+        cluster = machine if isinstance(machine, Cluster) else Cluster.load(machine)
+        return simulate(self, cluster.network, nbytes=nbytes, rules=cluster.rules, **options)
 
     # -- words for people --------------------------------------------------------------------------------------------
 
