@@ -78,3 +78,9 @@ def test_a_program_that_will_not_do_is_one_sentence_and_the_group_goes_on() -> N
 def test_a_plan_names_its_program() -> None:
     for found in ut.launch(targets.plans_name_their_program, 2, device="cpu", deadline=20):
         assert found == [True] * 6
+
+
+def test_few_bands_and_programs_made_anew() -> None:
+    for right, more_descriptors in ut.launch(targets.few_bands_and_many_programs, 2, device="cpu", deadline=20):
+        assert right == [True] * 3
+        assert more_descriptors == 0

@@ -235,6 +235,23 @@ def _measured(request: Request, problem: Problem, budget_seconds: float) -> Choi
     plans = [_serial(problem, group)]  # the first rank's list counts, so only that one searches
     if group.rank == 0:
         plans = _worth_measuring(ranked(problem, machine, available(group)))
+    with _unchanged(request):
+        return _tried(request, problem, machine, plans, budget_seconds)
+
+
+@contextlib.contextmanager
+def _unchanged(request: Request) -> Iterator[None]:
+    """What calls change is afterwards as it was: the call that is being decided about comes after its trials."""
+    before = [one.clone() for one in request.changed]
+    try:
+        yield
+    finally:
+        for one, was in zip(request.changed, before, strict=True):
+            one.copy_(was)
+
+
+def _tried(request: Request, problem: Problem, machine: Machine, plans: list[Plan], budget_seconds: float) -> Choice:
+    group = request.group
     timer = _Timer(request)
     gemm, spent = None, 0.0
     if _PART * (1 + _MATMULS) * matmul_seconds(problem, machine, problem.multiprocessors, problem.m) <= budget_seconds:
