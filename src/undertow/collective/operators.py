@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     AnyGroup = Group | dist.ProcessGroup | DeviceMesh | None
 
 OPERATIONS = ("sum", "avg", "max", "min")
-_REDUCIBLE = (
+REDUCIBLE = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8,
 )  # fmt: skip
@@ -424,8 +424,8 @@ def _check_operation(op: str, tensor: torch.Tensor) -> None:
         raise InvalidArgument(argument="op", was=repr(op), must=f"one of {', '.join(OPERATIONS)}")
     if op == "avg" and not tensor.is_floating_point():
         raise InvalidArgument(argument="op", was="'avg'", must=f"sum, max or min for {tensor.dtype}")
-    if tensor.dtype not in _REDUCIBLE:
-        must = ", ".join(str(one).removeprefix("torch.") for one in _REDUCIBLE)
+    if tensor.dtype not in REDUCIBLE:
+        must = ", ".join(str(one).removeprefix("torch.") for one in REDUCIBLE)
         raise InvalidArgument(argument="tensor", was=f"of {tensor.dtype}", must=f"one of {must} to be reduced")
 
 
