@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import Counter
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,25 +21,26 @@ from ..fabric.registry import default_device
 
 _GLOO, _NCCL = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroup.BackendType.NCCL
 _said: set[tuple[str, str]] = set()
+_made: Counter[str] = Counter()  # groups of each name: torch gives names again, and stores outlive groups
 _said_lock = threading.Lock()
 
 
 def make_backends(options: Any) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
     """A backend for each type of device that tensors here may be on. Collective."""
-    gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("fallback/gloo", options.store), options.group_rank, options.group_size, options.timeout
-    )
+    _made[str(options.group_id)] += 1
+    store = dist.PrefixStore(f"fallback/{_made[str(options.group_id)]}", options.store)
+    rank, size = options.group_rank, options.group_size
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options.timeout)
     found: dict[str, tuple[dist.ProcessGroup.BackendType, Any]] = {"cpu": (_GLOO, gloo)}
     if default_device().type != "cuda":
         return found
     found["cuda"] = (_GLOO, gloo)
-    if dist.is_nccl_available() and _gpus_are_apart(options):
+    if dist.is_nccl_available() and _gpus_are_apart(store, rank, size, options.timeout):
         nccl_options: Any = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = options.timeout
         nccl_options.global_ranks_in_group = options.global_ranks_in_group
         nccl_options.group_name = f"{options.group_id} fallback"
-        store = dist.PrefixStore("fallback/nccl", options.store)
-        nccl = dist.ProcessGroupNCCL(store, options.group_rank, options.group_size, nccl_options)
+        nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl_options)
         found["cuda"] = (_NCCL, nccl)
     return found
 
@@ -49,14 +52,13 @@ def install(process_group: dist.ProcessGroup, backends: dict[str, tuple[dist.Pro
         process_group._register_backend(torch.device(device), kind, backend)
 
 
-def _gpus_are_apart(options: Any) -> bool:
+def _gpus_are_apart(store: dist.Store, rank: int, size: int, timeout: timedelta) -> bool:
     """Whether no two ranks compute on one GPU, which NCCL refuses. Collective, through the store."""
     properties: Any = torch.cuda.get_device_properties(default_device())
-    mine = [node.identity(), str(properties.uuid)]
-    options.store.set(f"gpu {options.group_rank}", json.dumps(mine))
-    names = [f"gpu {rank}" for rank in range(options.group_size)]
-    options.store.wait(names, options.timeout)
-    return len({options.store.get(name) for name in names}) == len(names)
+    store.set(f"gpu {rank}", json.dumps([node.identity(), str(properties.uuid)]))
+    names = [f"gpu {one}" for one in range(size)]
+    store.wait(names, timeout)
+    return len({store.get(name) for name in names}) == size
 
 
 def say(operation: str, why: str, carrier: str) -> None:
