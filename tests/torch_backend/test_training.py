@@ -11,9 +11,11 @@ import undertow as ut
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_losses_are_those_of_gloo(ranks: int) -> None:
     alone = {kind: targets.alone(ranks, everybody=kind != "tensor") for kind in targets.KINDS}
-    for rank, (losses, said) in enumerate(ut.launch(targets.every_kind, ranks, device="cpu", deadline=60)):
+    for rank, (losses, calls, said) in enumerate(ut.launch(targets.every_kind, ranks, device="cpu", deadline=60)):
         assert said == []  # nothing went to the fallback
         for kind in targets.KINDS:
+            assert calls[kind, "undertow"] >= targets.STEPS
+            assert calls[kind, "gloo"] == 0
             ours, theirs = losses[kind, "undertow"], losses[kind, "gloo"]
             assert ours == pytest.approx(alone[kind][rank], rel=1e-5)
             if ranks == 2:  # a sum of two has one order

@@ -42,15 +42,20 @@ def data_parallel(group: dist.ProcessGroup) -> list[float]:
     return train(model, batches(dist.get_rank()))
 
 
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    """Named after its backend: DTensor takes meshes of equal names and ranks for one, and would use one group only."""
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(dist.get_backend(group),))
+
+
 def tensor_parallel(group: dist.ProcessGroup) -> list[float]:
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of(group)
     model = parallelize_module(perceptron(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     return train(model, batches(0))
 
 
 def fully_sharded(group: dist.ProcessGroup) -> list[float]:
     model = perceptron()
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of(group)
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -60,13 +65,20 @@ def fully_sharded(group: dist.ProcessGroup) -> list[float]:
 KINDS = {"data": data_parallel, "tensor": tensor_parallel, "fully sharded": fully_sharded}
 
 
-def every_kind() -> tuple[dict[tuple[str, str], list[float]], list[str]]:
-    """Losses by kind and backend, and what the fallback carried."""
+Losses = dict[tuple[str, str], list[float]]
+
+
+def every_kind() -> tuple[Losses, dict[tuple[str, str], int], list[str]]:
+    """Losses by kind and backend, how many calls Undertow's group had meanwhile, and what the fallback carried."""
     with world(), fallbacks() as said:
-        gloo = dist.new_group(backend="gloo")
-        groups = {"undertow": dist.group.WORLD, "gloo": gloo}
-        losses = {(kind, name): train(group) for kind, train in KINDS.items() for name, group in groups.items()}
-        return losses, said
+        groups = {"undertow": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
+        losses, calls = {}, {}
+        for kind, trained in KINDS.items():
+            for name, group in groups.items():
+                before = dist.group.WORLD.undertow.calls
+                losses[kind, name] = trained(group)
+                calls[kind, name] = dist.group.WORLD.undertow.calls - before
+        return losses, calls, said
 
 
 def alone(ranks: int, everybody: bool) -> list[list[float]]:

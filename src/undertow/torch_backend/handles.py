@@ -2,8 +2,10 @@
 
 On the CPU a group has one queue. Its oldest call runs next, on whichever thread comes first: the queue's own, which
 lets asynchronous calls proceed while the caller computes, or one that waits for a call and then need not wait for a
-thread to wake up. A blocking call runs at once on its caller's thread, after whatever was queued before it. So the
-calls of a group run one at a time and in the order in which they were made, as they do on every other rank.
+thread to wake up. Most callers wait at once (functional collectives do), so the queue's thread leaves them a moment to
+come, unless somebody has asked for a future, and so will not. A blocking call runs at once on its caller's thread,
+after whatever was queued before it. So the calls of a group run one at a time and in the order in which they were made,
+as they do on every other rank.
 
 On a GPU the order of calls is the order of streams: asynchronous ones run on the group's stream, which first waits for
 the caller's; blocking ones on the caller's; each after the call before it, by an event. `wait` lets the current stream
@@ -15,10 +17,12 @@ between the setting and any reading of it, releases and acquires both. On a GPU,
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ from ..fabric.group import Group
 
 _cuda: Any = torch.cuda  # parts of it carry no types, which strict checking would refuse to call
 _NO_TIME = timedelta(0)
+_MOMENT = 0.0003  # seconds: a few times what a caller takes from the call to its wait
 
 
 class _Handle(dist.Work):
@@ -58,6 +63,7 @@ class CpuHandle(_Handle):
         self._over = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._told = False
 
     def run(self) -> None:
         """Whoever has the queue's turn."""
@@ -68,9 +74,6 @@ class CpuHandle(_Handle):
         finally:
             with self._queue.futures:
                 self._over = True
-                future = self._future
-            if future is not None:
-                self._settle(future)
 
     def wait(self, timeout: timedelta = _NO_TIME) -> bool:
         if not self._over:
@@ -80,6 +83,8 @@ class CpuHandle(_Handle):
         return True
 
     def is_completed(self) -> bool:
+        if not self._over:
+            self._queue.hurry()
         return self._over
 
     def is_success(self) -> bool:
@@ -88,16 +93,28 @@ class CpuHandle(_Handle):
     def exception(self) -> BaseException | None:
         return self._error
 
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         with self._queue.futures:
-            known, over = self._future, self._over
-            if known is None:
-                known = self._future = torch.futures.Future()
-                if over:
-                    self._settle(known)
-        return known
+            if self._future is None:
+                self._future = torch.futures.Future()
+            found, over = self._future, self._over
+        if over:
+            self.tell()
+        else:
+            self._queue.hurry()
+        return found
 
-    def _settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+    def tell(self) -> None:
+        """Settle the future, if there is one, without the queue's turn: whoever holds it may then make another call."""
+        with self._queue.futures:
+            future, told = self._future, self._told
+            self._told = told or future is not None
+        if future is None or told:
+            return
         if self._error is None:
             future.set_result(self._outputs)
         elif isinstance(self._error, Exception):
@@ -113,7 +130,9 @@ class Queue:
         self._name = name
         self._waiting: deque[CpuHandle] = deque()
         self._turn = threading.Lock()
-        self._added = threading.Semaphore(0)
+        self._added: SimpleQueue[None] = SimpleQueue()
+        self._calm = threading.Lock()  # locked while the thread may leave callers their moment
+        self._calm.acquire()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.futures = threading.Lock()
@@ -128,7 +147,7 @@ class Queue:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=f"undertow-{self._name}", daemon=True)
                 self._thread.start()
-            self._added.release()
+            self._added.put(None)
         return handle
 
     def run_until(self, handle: CpuHandle, seconds: float) -> None:
@@ -137,29 +156,39 @@ class Queue:
             future = handle.get_future()
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
-            self._added.release()
             if not done.wait(seconds):
                 raise StillRunning(what=handle.what, seconds=seconds)
             return
-        while not handle.is_completed():
+        while not handle.is_over:
             self._run_one()
+
+    def hurry(self) -> None:
+        """Let the thread begin at once."""
+        with contextlib.suppress(RuntimeError):  # raised if it has been told already
+            self._calm.release()
 
     def close(self) -> None:
         """End the thread. Calls that nobody waited for are run first."""
         self._closed = True
-        self._added.release()
+        self._added.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _serve(self) -> None:
         while not self._closed or self._waiting:
-            self._added.acquire()
+            self._added.get()
+            if self._waiting:
+                self._calm.acquire(timeout=_MOMENT)
             self._run_one()
 
     def _run_one(self) -> None:
+        handle = None
         with self._turn:
             if self._waiting:
-                self._waiting.popleft().run()
+                handle = self._waiting.popleft()
+                handle.run()
+        if handle is not None:
+            handle.tell()
 
 
 class CudaHandle(_Handle):
