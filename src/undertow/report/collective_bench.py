@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ..collective.contract import BUILT_IN, ROOTED, Contract
-from ..collective.cpu_runtime import CpuExecutable
+from ..collective.cpu_runtime import STRIDE, CpuExecutable
 from ..collective.language import Program
 from ..collective.loading import meaning
 from ..collective.operators import CALLS
@@ -79,6 +79,7 @@ class Entry:
     root: int
     forms: tuple[bool, ...]
     schedules: Mapping[bool, Schedule]
+    stride: int = STRIDE
 
     @property
     def direct(self) -> bool:
@@ -223,7 +224,7 @@ class _Measuring:
         self._dtype: torch.dtype = getattr(torch, sweep.dtype)
         fabric = cast("CpuFabric", group.fabric)
         self._executables = {
-            (number, in_place): CpuExecutable(fabric, schedule)
+            (number, in_place): CpuExecutable(fabric, schedule, entry.stride)
             for number, entry in enumerate(entries)
             for in_place, schedule in entry.schedules.items()
         }
