@@ -116,6 +116,12 @@ class VirtualNodeUnavailable(UndertowError):
     template = "A virtual node of {ranks} ranks on one GPU needs CUDA MPS, but {reason}; {remedy}."
 
 
+class StillRunning(UndertowError, TimeoutError):
+    """A wait with a limit of its own that ended before what it waited for."""
+
+    template = "{what} is still running after the {seconds:g} s that its wait was given."
+
+
 class NotInitialised(UndertowError):
     """Use of a group before ut.init()."""
 

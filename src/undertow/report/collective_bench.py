@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..collective.checker import check as check_schedule
 from ..collective.contract import BUILT_IN, ROOTED, Contract
-from ..collective.cpu_runtime import CpuExecutable, stride_for
+from ..collective.cpu_runtime import STRIDE, CpuExecutable, stride_for
 from ..collective.formats import read
 from ..collective.language import Program
 from ..collective.loading import meaning
@@ -83,6 +83,7 @@ class Entry:
     root: int
     forms: tuple[bool, ...]
     schedules: Mapping[bool, Schedule]
+    stride: int = STRIDE
 
     @property
     def direct(self) -> bool:
@@ -238,7 +239,7 @@ class _Measuring:
         self._dtype: torch.dtype = getattr(torch, sweep.dtype)
         fabric = cast("CpuFabric", group.fabric)
         self._executables = {
-            (number, in_place): CpuExecutable(fabric, schedule, stride_for(schedule))
+            (number, in_place): CpuExecutable(fabric, schedule, min(entry.stride, stride_for(schedule)))
             for number, entry in enumerate(entries)
             for in_place, schedule in entry.schedules.items()
         }
