@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from .collective import RanksOption, size
+from .collective import size
 
 
 def tune(
     collective: Annotated[str, typer.Argument(help="all_reduce, all_gather, ...: what the table is for.")],
-    ranks: RanksOption,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many ranks.")],
     programs: Annotated[
         list[str] | None, typer.Option("--program", "-p", help="FILE.py or FILE.py:NAME, measured too. Repeatable.")
     ] = None,
