@@ -35,6 +35,19 @@ def test_astra_sim_ring(npus: int, nbytes: int, microseconds: float) -> None:
     assert astra.all_reduce(cluster, nbytes).seconds * 1e6 == pytest.approx(microseconds, rel=0.01)
 
 
+@pytest.mark.parametrize("npus", [2, 4, 8])
+@pytest.mark.parametrize("nbytes", [1 << 20, (1 << 20) + 1, 1 << 30])
+def test_astra_sim_ring_by_its_rules(npus: int, nbytes: int) -> None:
+    """In one piece, by hand: every message is stored and forwarded, every sum reads two and writes one."""
+    cluster = Cluster.load("astra-hgx-h100")
+    cluster = replace(cluster, shape=replace(cluster.shape, per_node=npus))
+    link = cluster.network.links.kinds[0]
+    rounds, part = cluster.ranks - 1, nbytes / cluster.ranks
+    delay, memory = 10e-9, 3350e9
+    form = 2 * rounds * (2 * (link.latency + part / link.bandwidth) + delay) + rounds * 3 * part / memory + delay
+    assert astra.all_reduce(cluster, nbytes, splits=1, active=1).seconds == pytest.approx(form, rel=1e-4)
+
+
 def test_astra_sim_direct_all_to_all() -> None:
     """S / B + 2 L + 2 e: the closed form that its runs match to 1e-5."""
     cluster = Cluster.load("astra-hgx-h100")

@@ -42,7 +42,7 @@ def all_reduce(cluster: Cluster, nbytes: int, splits: int = 4, active: int = 2) 
     if not 1 <= active <= splits or splits % active:
         raise InvalidArgument(argument="active", was=active, must=f"a divisor of the {splits} splits")
     schedule = all_reduce_rings(active).compile(ranks=cluster.ranks, target="staged", slots=4)
-    tile = max(1, nbytes // (splits * cluster.ranks))
+    tile = max(1, -(-nbytes // (splits * cluster.ranks)))  # rounded up: a byte more is no further round
     return simulate(schedule, cluster.network, nbytes=nbytes, tile=tile, rules=cluster.rules, check=False)
 
 

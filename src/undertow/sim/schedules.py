@@ -165,6 +165,9 @@ def _class_bytes(schedule: Schedule, nbytes: int | None, spans: Sequence[int] | 
 def _busy_per_byte(schedule: Schedule, rules: Rules) -> Floats:
     """Seconds a byte: what an instruction reads and writes, at the pace of its worker."""
     one = schedule.instructions
-    touches = (np.diff(one.source_start) + np.diff(one.store_start)) / 2
+    stores = np.diff(one.store_start)
+    if rules.copies_are_free:  # what a sum also stores elsewhere is a copy
+        stores = np.minimum(stores, 1)
+    touches = (np.diff(one.source_start) + stores) / 2
     counts = (one.kind == MOVE) & ((np.diff(one.source_start) > 1) | (not rules.copies_are_free))
     return np.where(counts, touches / rules.copy_rate(schedule.instances), 0.0)
