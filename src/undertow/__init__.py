@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .fabric.memory import memory, reserve
     from .fabric.registry import as_group, init, shutdown
     from .ops.all_gather_matmul import all_gather_matmul
+    from .ops.all_to_all_matmul import all_to_all_matmul
     from .ops.explain import explain
     from .ops.matmul_all_reduce import matmul_all_reduce
     from .ops.matmul_all_to_all import matmul_all_to_all
@@ -27,6 +28,7 @@ __all__ = [
     "Plan",
     "UndertowError",
     "all_gather_matmul",
+    "all_to_all_matmul",
     "as_group",
     "explain",
     "init",
@@ -45,6 +47,7 @@ _HOMES = {
     "Plan": ".plan.plan",
     "UndertowError": ".errors",
     "all_gather_matmul": ".ops.all_gather_matmul",
+    "all_to_all_matmul": ".ops.all_to_all_matmul",
     "as_group": ".fabric.registry",
     "explain": ".ops.explain",
     "init": ".fabric.registry",

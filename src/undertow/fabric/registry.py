@@ -96,6 +96,15 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None, deadline: flo
         return made
 
 
+def named(name: str) -> Group:
+    """The group of that name, which this process has used before: operators of torch carry names, not objects."""
+    found = _groups.get(name)
+    if found is None:
+        must = f"a name of {', '.join(sorted(_groups)) or 'a group; call undertow.init() first'}"
+        raise errors.InvalidArgument(argument="group", was=repr(name), must=must)
+    return found
+
+
 def _forget(group: Group) -> None:
     if _groups.get(group.name) is group:
         del _groups[group.name]
