@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import nn
     from .errors import UndertowError
     from .fabric.group import Group
     from .fabric.launch import launch
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .ops.matmul_all_reduce import matmul_all_reduce
     from .ops.matmul_all_to_all import matmul_all_to_all
     from .ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from .ops.replicated_matmul import replicated_matmul
     from .ops.tuning import tune
     from .plan.plan import Plan
 
@@ -37,6 +39,8 @@ __all__ = [
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "memory",
+    "nn",
+    "replicated_matmul",
     "reserve",
     "shutdown",
     "tune",
@@ -56,13 +60,17 @@ _HOMES = {
     "matmul_all_to_all": ".ops.matmul_all_to_all",
     "matmul_reduce_scatter": ".ops.matmul_reduce_scatter",
     "memory": ".fabric.memory",
+    "replicated_matmul": ".ops.replicated_matmul",
     "reserve": ".fabric.memory",
     "shutdown": ".fabric.registry",
     "tune": ".ops.tuning",
 }
+_ROOMS = ("nn",)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'undertow' has no attribute {name!r}")

@@ -71,13 +71,16 @@ def _join_job() -> None:
     dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
 
 
-def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None, deadline: float | None = None) -> Group:
-    """The `Group` behind whatever names one: itself, a ProcessGroup, a DeviceMesh of one dimension, None for all ranks.
+def as_group(group: Group | dist.ProcessGroup | DeviceMesh | str | None, deadline: float | None = None) -> Group:
+    """The `Group` behind whatever names one: itself, a ProcessGroup, a DeviceMesh of one dimension, the name of a group
+    that was used before, None for all ranks.
 
     The first time a ProcessGroup is seen, all its ranks must come here (it is collective).
     """
     if isinstance(group, Group):
         return group
+    if isinstance(group, str):
+        return named(group)
     if not dist.is_initialized():
         raise errors.NotInitialised(what="This call")
     process_group = _process_group_of(group)

@@ -64,7 +64,7 @@ def all_gather_matmul(
     rows: Sequence[int] | None = None,
     bias: torch.Tensor | None = None,
     activation: str = "none",
-    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
     out: torch.Tensor | None = None,

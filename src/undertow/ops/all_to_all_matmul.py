@@ -68,7 +68,7 @@ def all_to_all_matmul(
     *,
     bias: torch.Tensor | None = None,
     activation: str = "none",
-    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:

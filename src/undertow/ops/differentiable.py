@@ -48,8 +48,10 @@ def autocast(
     return x.to(dtype), w.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def name_of(group: Group | dist.ProcessGroup | DeviceMesh | None) -> str:
+def name_of(group: Group | dist.ProcessGroup | DeviceMesh | str | None) -> str:
     """The name by which `registry.named` finds the group again."""
+    if isinstance(group, str):
+        return group
     if isinstance(group, Group):
         return group.name
     return str(_found_name(group))

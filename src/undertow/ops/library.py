@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import InvalidArgument
 from ..fabric.registry import named
 from .operands import check_factors
 
@@ -163,6 +164,11 @@ def _all_to_all_matmul_shape(
 def matrix_of(splits: Sequence[int] | None, rows: int, size: int) -> list[list[int]]:
     if splits is None:
         return [[rows // size + (1 if peer < rows % size else 0) for peer in range(size)]] * size
+    if len(splits) != size * size:
+        must = (
+            f"the matrix splits[sender][destination] of {size} x {size} counts: ranks are not asked while torch traces"
+        )
+        raise InvalidArgument(argument="splits", was=f"{len(splits)} counts", must=must)
     return [list(splits[start : start + size]) for start in range(0, size * size, size)]
 
 

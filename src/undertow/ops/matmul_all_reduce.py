@@ -71,7 +71,7 @@ def matmul_all_reduce(
     activation: str = "none",
     residual: torch.Tensor | None = None,
     norm: torch.nn.Module | None = None,
-    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
     program: Program | None = None,

@@ -63,7 +63,7 @@ def matmul_all_to_all(
     *,
     bias: torch.Tensor | None = None,
     activation: str = "none",
-    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
@@ -115,17 +115,18 @@ def call(
     return y
 
 
-def flat_splits(splits: Splits, rows: int, group: Group | dist.ProcessGroup | DeviceMesh | None) -> list[int] | None:
+def flat_splits(
+    splits: Splits, rows: int, group: Group | dist.ProcessGroup | DeviceMesh | str | None
+) -> list[int] | None:
     """The matrix of splits as one list; None where rows are cut evenly. While torch traces nobody can be asked."""
     if splits is None:
         return None
-    whole = all(isinstance(row, Sequence) for row in splits)
-    if torch.compiler.is_compiling():
-        if not whole:
-            must = "the matrix splits[sender][destination], or None: ranks cannot tell each other while torch traces"
-            raise InvalidArgument(argument="splits", was="rows for each rank", must=must)
-        return [int(one) for row in splits for one in row]  # type: ignore[union-attr]
-    return [one for row in split_matrix(splits, rows, as_group(group)) for one in row]
+    if not torch.compiler.is_compiling():
+        return [one for row in split_matrix(splits, rows, as_group(group)) for one in row]
+    counts: list[int] = []
+    for row in splits:
+        counts.extend(row if isinstance(row, Sequence) else [row])
+    return counts
 
 
 def split_matrix(splits: Splits, rows: int, group: Group) -> list[list[int]]:
