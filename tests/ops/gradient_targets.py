@@ -204,6 +204,10 @@ def some_gradients_only() -> bool:
     return True
 
 
+def all_slopes() -> dict[str, float]:
+    return {name: directional(name) for name in OPERATORS}
+
+
 def directional(name: str) -> float:
     """The largest relative difference between gradients and central differences of the loss of all ranks, in fp64."""
     group, worst = ut.init(), 0.0
@@ -254,3 +258,8 @@ def hidden(name: str, strategy: str) -> float:
         y.backward(weights)
     found = recorder.timeline()
     return found.overlap("dma", "compute") / found.busy("dma")
+
+
+def all_hidden() -> dict[tuple[str, str], float]:
+    moving = [name for name in OPERATORS if name != "matmul_all_reduce"]
+    return {(name, strategy): hidden(name, strategy) for name in moving for strategy in ("chunked:dma", "serial:dma")}

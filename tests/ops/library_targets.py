@@ -55,13 +55,13 @@ def checked(whole: bool) -> list[str]:
     return [operator._name for operator in cases]
 
 
-def compiled(backend: str) -> list[str]:
-    """Every operator inside one graph, forward and backward, exact against the same without a compiler."""
+def compiled(backend: str, names: list[str]) -> list[str]:
+    """Each operator inside one graph, forward and backward, exact against the same without a compiler."""
     group = ut.init()
     shapes = (8, 6, 4)
     done = []
-    for name, make in gradients.OPERATORS.items():
-        case = make(group.size, *shapes, torch.Generator().manual_seed(1), torch.float64)
+    for name in names:
+        case = gradients.OPERATORS[name](group.size, *shapes, torch.Generator().manual_seed(1), torch.float64)
         parts = [gradients._mine(one, group.rank).detach().clone() for one in case.leaves]
 
         def model(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, case: gradients.Case = case) -> torch.Tensor:

@@ -13,8 +13,8 @@ NAMES = tuple(targets.OPERATORS)
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_part_of_all_gradients_is_exact(ranks: int) -> None:
-    counts = ut.launch(targets.exact, ranks, device="cpu", args=(0.12, 7 * ranks))
-    assert min(counts) > 80
+    counts = ut.launch(targets.exact, ranks, device="cpu", args=(0.06, 7 * ranks))
+    assert min(counts) > 40
 
 
 @pytest.mark.nightly
@@ -46,15 +46,15 @@ def test_gradcheck_of_one_rank() -> None:
 
 
 def test_slopes_of_three_ranks() -> None:
-    for name in NAMES:
-        assert max(ut.launch(targets.directional, 3, device="cpu", args=(name,))) < 1e-7, name
+    for found in ut.launch(targets.all_slopes, 3, device="cpu"):
+        assert list(found) == list(NAMES)
+        assert max(found.values()) < 1e-7, found
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "matmul_all_reduce"])
-def test_the_backward_pass_moves_beneath_its_matmuls(name: str) -> None:
+def test_the_backward_pass_moves_beneath_its_matmuls() -> None:
     """matmul_all_reduce is left out: its backward moves nothing."""
-    pace = {"UNDERTOW_DMA_PACE": "200MB/s"}
-    parts = ut.launch(targets.hidden, 2, device="cpu", args=(name, "chunked:dma"), env=pace)
-    serial = ut.launch(targets.hidden, 2, device="cpu", args=(name, "serial:dma"), env=pace)
-    assert max(parts) > 0.15, (parts, serial)
-    assert max(parts) > max(serial), (parts, serial)
+    found = ut.launch(targets.all_hidden, 2, device="cpu", env={"UNDERTOW_DMA_PACE": "200MB/s"})
+    for name in NAMES[1:]:
+        overlapped, serial = (max(one[name, strategy] for one in found) for strategy in ("chunked:dma", "serial:dma"))
+        assert overlapped > 0.15, (name, found)
+        assert overlapped > serial, (name, found)

@@ -4,7 +4,7 @@ from .checkpoint import full_state_dict
 from .experts import ExpertParallelMLP
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import TensorParallelMLP
-from .parallelize import TRANSFORMER, Column, Row, parallelize
+from .parallelize import TRANSFORMER, Column, Row, Shared, parallelize
 from .sharded import Sharded
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Row",
     "RowParallelLinear",
     "Sharded",
+    "Shared",
     "TensorParallelMLP",
     "full_state_dict",
     "parallelize",

@@ -37,6 +37,9 @@ class ExpertParallelMLP(Sharded):
     [experts, hidden, intermediate], cut over ranks.
     """
 
+    gate_up: torch.nn.Parameter
+    down: torch.nn.Parameter
+
     def __init__(
         self,
         hidden_size: int,
@@ -83,12 +86,12 @@ class ExpertParallelMLP(Sharded):
 
     def _expert(self, rows: torch.Tensor, place: int, splits: Sequence[Sequence[int]]) -> torch.Tensor:
         """What the experts at this place of all ranks make of the rows that this rank has for them."""
-        options = {"group": self.group_name, "strategy": self.strategy}
-        both = all_to_all_matmul(rows, self.gate_up[place].t(), splits, **options)  # type: ignore[arg-type]
+        group, strategy = self.group_name, self.strategy
+        both = all_to_all_matmul(rows, self.gate_up[place].t(), splits, group=group, strategy=strategy)
         gate, up = both.chunk(2, -1)
         hidden = torch.nn.functional.silu(gate) * up
         back = [list(column) for column in zip(*splits, strict=True)]
-        return matmul_all_to_all(hidden, self.down[place].t(), back, **options)  # type: ignore[arg-type]
+        return matmul_all_to_all(hidden, self.down[place].t(), back, group=group, strategy=strategy)
 
 
 def _uniform(shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None) -> torch.Tensor:

@@ -43,6 +43,9 @@ class ColumnParallelLinear(Sharded):
     for each size, or one for all. `gather_output`: every rank gets all columns.
     """
 
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
     def __init__(
         self,
         in_features: int,
@@ -87,13 +90,14 @@ class ColumnParallelLinear(Sharded):
         """`rows[r]`: the first dimension of x on rank r, where ranks differ (sequence parallel only)."""
         x, mesh = _local(x, Shard(0) if self.sequence_parallel else Replicate())
         flat, between = x.reshape(-1, x.shape[-1]), x.shape[1:-1]
-        weight, options = self.weight.t(), {"bias": self.bias, "group": self.group_name, "strategy": self.strategy}
+        weight, bias, group, strategy = self.weight.t(), self.bias, self.group_name, self.strategy
         if self.sequence_parallel:
             counts = None if rows is None else [one * math.prod(between) for one in rows]
-            y = all_gather_matmul(flat, weight, rows=counts, **options)
+            y = all_gather_matmul(flat, weight, rows=counts, bias=bias, group=group, strategy=strategy)
             y = y.reshape(-1 if y.numel() else 0, *between, y.shape[-1])
         else:
-            y = replicated_matmul(flat, weight, **options).reshape(*x.shape[:-1], weight.shape[1])
+            y = replicated_matmul(flat, weight, bias=bias, group=group, strategy=strategy)
+            y = y.reshape(*x.shape[:-1], weight.shape[1])
         if self.gather_output:
             y = gather_columns(y, self.cut, self.group_name)
         y = _as_given(y, mesh, Replicate() if self.gather_output else Shard(y.dim() - 1))
@@ -107,6 +111,9 @@ class ColumnParallelLinear(Sharded):
 
 class RowParallelLinear(Sharded):
     """y = sum over ranks of x_r @ weight_r^T, + bias once. `unit`: inputs that stay together."""
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -146,12 +153,12 @@ class RowParallelLinear(Sharded):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, mesh = _local(x, Shard(x.dim() - 1))
         flat, between = x.reshape(-1, x.shape[-1]), x.shape[1:-1]
-        weight, options = self.weight.t(), {"bias": self.bias, "group": self.group_name, "strategy": self.strategy}
+        weight, bias, group, strategy = self.weight.t(), self.bias, self.group_name, self.strategy
         if not self.sequence_parallel:
-            y = matmul_all_reduce(flat, weight, **options).reshape(*x.shape[:-1], weight.shape[1])
-            return _as_given(y, mesh, Replicate())
+            y = matmul_all_reduce(flat, weight, bias=bias, group=group, strategy=strategy)
+            return _as_given(y.reshape(*x.shape[:-1], weight.shape[1]), mesh, Replicate())
         rows = [(stop - start) * math.prod(between) for start, stop in split(x.shape[0], self.ranks)]
-        y = matmul_reduce_scatter(flat, weight, rows=rows, **options)
+        y = matmul_reduce_scatter(flat, weight, rows=rows, bias=bias, group=group, strategy=strategy)
         return _as_given(y.reshape(-1 if y.numel() else 0, *between, y.shape[-1]), mesh, Shard(0))
 
     def extra_repr(self) -> str:

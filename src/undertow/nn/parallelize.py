@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from ..errors import InvalidArgument
-from ..fabric.registry import as_group
+from ..fabric.registry import as_group, named
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .sharded import Sharded
 
@@ -45,7 +46,17 @@ class Row:
     sequence_parallel: bool = False
 
 
-Style = Column | Row
+@dataclass(frozen=True)
+class Shared:
+    """Left whole on every rank, where it sees only the rank's part: gradients of its parameters are summed over ranks.
+
+    Norms of single heads, and, in the sequence-parallel form, norms of rows. `optional`: a model may have none.
+    """
+
+    optional: bool = False
+
+
+Style = Column | Row | Shared
 
 TRANSFORMER: Mapping[str, Style] = {
     "*.q_proj": Column(unit=("head_dim", "num_key_value_groups")),
@@ -55,8 +66,10 @@ TRANSFORMER: Mapping[str, Style] = {
     "*.gate_proj": Column(),
     "*.up_proj": Column(),
     "*.down_proj": Row(),
+    "*.self_attn.q_norm": Shared(optional=True),
+    "*.self_attn.k_norm": Shared(optional=True),
 }
-"""For decoders whose layers are named as in Llama (Qwen, Mistral, Gemma and others): query heads follow their keys."""
+"""For decoders whose layers are named as in Llama (Qwen, Mistral and others): query heads follow their keys."""
 
 
 def parallelize(
@@ -64,7 +77,8 @@ def parallelize(
 ) -> torch.nn.Module:
     """Replace, in place, every linear layer of `model` that `plan` names; returns the model.
 
-    The first pattern that matches a layer counts. `strategy` is that of all the layers' operators.
+    The first pattern that matches a module counts. `strategy` is that of all the layers' operators. A copy of the
+    result loses the sums of `Shared` gradients, which are hooks.
     """
     on = as_group(group)
     chosen = _chosen(model, plan)
@@ -73,6 +87,10 @@ def parallelize(
         parent, _, child = name.rpartition(".")
         around = model.get_submodule(parent)
         linear = getattr(around, child)
+        if isinstance(style, Shared):
+            for parameter in linear.parameters():
+                parameter.register_hook(_Sum(on.name))
+            continue
         unit = _unit(style.unit, around, name)
         try:
             setattr(around, child, _made(linear, style, unit, on.name, strategy))
@@ -86,15 +104,16 @@ def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
     names = [name for name, module in model.named_modules() if name and not isinstance(module, Sharded)]
     found: dict[str, Style] = {}
     for pattern, style in plan.items():
-        if not isinstance(style, (Column, Row)):
-            raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must="a ut.nn.Column or ut.nn.Row")
+        if not isinstance(style, (Column, Row, Shared)):
+            must = "a ut.nn.Column, Row or Shared"
+            raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must=must)
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not matched:
+        if not matched and not (isinstance(style, Shared) and style.optional):
             must = "one that matches a module; model.named_modules() lists them"
             raise InvalidArgument(argument="a pattern of plan", was=repr(pattern), must=must)
         for name in matched:
             module = model.get_submodule(name)
-            if not isinstance(module, torch.nn.Linear):
+            if not isinstance(module, torch.nn.Linear) and not isinstance(style, Shared):
                 must = "a torch.nn.Linear: a narrower pattern leaves it out"
                 raise InvalidArgument(argument=f"{name}, matched by {pattern!r},", was=type(module).__name__, must=must)
             found.setdefault(name, style)
@@ -106,7 +125,7 @@ def _refuse_shared(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
-    for name in chosen:
+    for name in (one for one, style in chosen.items() if not isinstance(style, Shared)):
         shared = holders[id(model.get_submodule(name).weight)]
         if len(shared) > 1:
             must = "a weight of its own: leave the layer out of the plan, or untie it"
@@ -126,7 +145,20 @@ def _unit(unit: Unit, around: torch.nn.Module, name: str) -> int:
     return found
 
 
-def _made(linear: torch.nn.Linear, style: Style, unit: int, group: str, strategy: str) -> Sharded:
+@dataclass(frozen=True)
+class _Sum:
+    """A gradient summed over the ranks of a group."""
+
+    group: str
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        on, total = named(self.group), gradient.clone()
+        with on.connected("summing a gradient"):
+            dist.all_reduce(total, group=on.process_group)
+        return total
+
+
+def _made(linear: torch.nn.Linear, style: Column | Row, unit: int, group: str, strategy: str) -> Sharded:
     if isinstance(style, Row):
         return RowParallelLinear.from_linear(
             linear, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel

@@ -111,4 +111,4 @@ class Sharded(torch.nn.Module):
                 whole[cut.dim] = sum(cut.parts)
                 if list(given.shape) == whole:
                     state[prefix + name] = cut.take(given, self.rank)
-        super()._load_from_state_dict(state, prefix, *arguments)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state, prefix, *arguments)

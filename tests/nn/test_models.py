@@ -1,0 +1,35 @@
+"""Hugging Face models over two ranks: they answer and learn as on one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is missing: pip install undertow[hf]")
+
+import model_targets as targets
+
+import undertow as ut
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "close"),
+    [("llama", torch.float32, 1e-5), ("qwen3", torch.bfloat16, 3e-2), ("qwen2", torch.float32, 1e-5)],
+)
+def test_a_model_answers_as_on_one_rank(architecture: str, dtype: torch.dtype, close: float) -> None:
+    for found in ut.launch(targets.same_as_one_rank, 2, device="cpu", args=(architecture, dtype)):
+        assert found["error"] < close
+        assert found["layers"] == 14
+        assert found["share"] < 0.8
+        if dtype == torch.float32:
+            assert found["same tokens"]
+
+
+@pytest.mark.parametrize(("architecture", "steps"), [("llama", 50), ("qwen3", 5)])
+def test_a_model_learns_as_on_one_rank(architecture: str, steps: int) -> None:
+    """Qwen3 has norms of single heads: whole on every rank, with the gradient of its own heads only, unless summed."""
+    for want, got, apart in ut.launch(targets.trained, 2, device="cpu", args=(architecture, steps, "chunked:peer")):
+        assert len(want) == steps
+        assert want[-1] < want[0] / (10 if steps == 50 else 1)
+        assert max(abs(one - other) for one, other in zip(want, got, strict=True)) < 1e-5
+        assert apart < 1e-4
