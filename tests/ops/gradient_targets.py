@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import undertow as ut
+from undertow.collective.algorithms import LIBRARY
 from undertow.fabric import timeline
 from undertow.ops.library import replicated_matmul
 
@@ -201,6 +202,27 @@ def some_gradients_only() -> bool:
             y = case.call(own[0], own[1], bias=own[2].view(-1), activation="none", group=group, strategy="chunked:peer")
             y.sum().backward()
             assert [one.grad is not None for one in own] == [*wants, False], name
+    return True
+
+
+def residual_and_options() -> bool:
+    """The residual gets its gradient; a plan and a program serve the forward pass."""
+    group = ut.init()
+    x, w = torch.ones(8, 3).requires_grad_(), torch.ones(3, 5)
+    residual = torch.ones(8, 5).requires_grad_()
+    want = 3 * group.size + 1.0
+    y = ut.matmul_all_reduce(x, w, residual=residual, strategy="serial:peer")
+    assert torch.equal(y, torch.full((8, 5), want))
+    y.sum().backward()
+    assert residual.grad is not None
+    assert torch.equal(residual.grad, torch.ones(8, 5))
+    found = ut.explain()
+    assert found is not None
+    planned = ut.matmul_all_reduce(x, w, plan=found.plan)
+    program = ut.matmul_all_reduce(x, w, program=LIBRARY["ring"])
+    for one in (planned, program):
+        assert torch.equal(one, torch.full((8, 5), want - 1))
+        assert torch.equal(torch.autograd.grad(one.sum(), x)[0], torch.full((8, 3), 5.0))
     return True
 
 

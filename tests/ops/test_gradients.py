@@ -27,6 +27,10 @@ def test_gradients_that_nobody_asks_for() -> None:
     assert ut.launch(targets.some_gradients_only, 2, device="cpu") == [True, True]
 
 
+def test_residuals_plans_and_programs() -> None:
+    assert ut.launch(targets.residual_and_options, 2, device="cpu") == [True, True]
+
+
 def test_gradcheck_of_one_rank() -> None:
     ut.init()
     x, w, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((5, 4), (4, 3), (3,)))
