@@ -21,5 +21,6 @@ model = AutoModelForCausalLM.from_config(config).eval().to(group.device)
 ut.nn.parallelize(model, ut.nn.TRANSFORMER)
 tokens = model.generate(torch.tensor([[1, 2, 3, 4]], device=group.device), max_new_tokens=12, do_sample=False)
 if group.rank == 0:
-    print(tokens[0].tolist(), ut.explain())
+    print(tokens[0].tolist())
+    print(ut.explain())
 ut.shutdown()

@@ -13,6 +13,7 @@ import undertow as ut
 SIZES = {"hidden_size": 48, "intermediate_size": 70, "num_hidden_layers": 2, "vocab_size": 97}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}  # 3 over 2 ranks: heads do not divide
 STRATEGY = "chunked:peer"
+PLAN = {**ut.nn.TRANSFORMER, "lm_head": ut.nn.Column(gather_output=True)}
 
 
 def _model(architecture: str, dtype: torch.dtype) -> Any:
@@ -29,7 +30,7 @@ def same_as_one_rank(architecture: str, dtype: torch.dtype) -> dict[str, Any]:
     """Logits of a prefill, and tokens of a greedy generation with a cache, of the plain model and of its shards."""
     ut.init()
     plain = _model(architecture, dtype).eval()
-    model = ut.nn.parallelize(copy.deepcopy(plain), ut.nn.TRANSFORMER, strategy=STRATEGY)
+    model = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=STRATEGY)
     prompt = torch.randint(3, SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(prompt)}
     with torch.no_grad():
@@ -64,7 +65,7 @@ def trained(architecture: str, steps: int, strategy: str) -> tuple[list[float], 
     """Losses of the plain model and of its shards, and the largest error of a weight afterwards."""
     ut.init()
     plain = _model(architecture, torch.float32)
-    model = ut.nn.parallelize(copy.deepcopy(plain), ut.nn.TRANSFORMER, strategy=strategy)
+    model = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=strategy)
     want, got = _losses(plain, steps), _losses(model, steps)
     whole, end = plain.state_dict(), ut.nn.full_state_dict(model)
     return want, got, max(float((end[name] - whole[name]).abs().max()) for name in whole)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -19,7 +23,7 @@ import undertow as ut
 def test_a_model_answers_as_on_one_rank(architecture: str, dtype: torch.dtype, close: float) -> None:
     for found in ut.launch(targets.same_as_one_rank, 2, device="cpu", args=(architecture, dtype)):
         assert found["error"] < close
-        assert found["layers"] == 14
+        assert found["layers"] == 15
         assert found["share"] < 0.8
         if dtype == torch.float32:
             assert found["same tokens"]
@@ -33,3 +37,14 @@ def test_a_model_learns_as_on_one_rank(architecture: str, steps: int) -> None:
         assert want[-1] < want[0] / (10 if steps == 50 else 1)
         assert max(abs(one - other) for one, other in zip(want, got, strict=True)) < 1e-5
         assert apart < 1e-4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_the_example(architecture: str) -> None:
+    script = Path(__file__).parents[2] / "examples" / "tensor_parallel_llama.py"
+    command = [sys.executable, "-c", "from undertow.cli import main; main()", "run", "-n", "2", "--device", "cpu"]
+    done = subprocess.run([*command, script, architecture], capture_output=True, text=True, timeout=120, check=True)
+    tokens = done.stdout.partition("]")[0].strip(" [").split(", ")
+    assert tokens[:4] == ["1", "2", "3", "4"]
+    assert len(tokens) == 16

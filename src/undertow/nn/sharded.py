@@ -104,7 +104,7 @@ class Sharded(torch.nn.Module):
         state = dict(state_dict)
         for name, cut in self.cuts.items():
             given, mine = state.get(prefix + name), getattr(self, name)
-            if isinstance(given, DTensor):
+            if isinstance(given, DTensor) and not isinstance(mine, DTensor):
                 given = state[prefix + name] = given.full_tensor()
             if isinstance(given, torch.Tensor) and given.shape != mine.shape:
                 whole = list(mine.shape)

@@ -8,6 +8,7 @@ before the activation anyway, and a compiler fuses them with their neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,11 +76,18 @@ def held(one: Plan | Program | None) -> str:
 
 
 def held_plan(key: str) -> Plan | None:
-    return _plans[key] if key else None
+    return _found("plan", _plans, key)
 
 
 def held_program(key: str) -> Program | None:
-    return _programs[key] if key else None
+    return _found("program", _programs, key)
+
+
+def _found(what: str, table: Mapping[str, Any], key: str) -> Any:
+    """A graph that another process traced knows names that this one may never have heard."""
+    if key and key not in table:
+        raise InvalidArgument(argument=what, was=repr(key), must="one that this process gave to an operator before")
+    return table[key] if key else None
 
 
 def refuse_in_place(**arguments: object) -> None:
