@@ -9,7 +9,7 @@ before the activation anyway, and a compiler fuses them with their neighbours.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from ..collective.language import Program
 
 _plans: dict[str, Plan] = {}
-_programs: dict[str, Any] = {}
+_programs: dict[str, Program] = {}
+Held = TypeVar("Held")
 
 
 def differentiable(*tensors: torch.Tensor | None) -> bool:
@@ -83,7 +84,7 @@ def held_program(key: str) -> Program | None:
     return _found("program", _programs, key)
 
 
-def _found(what: str, table: Mapping[str, Any], key: str) -> Any:
+def _found(what: str, table: Mapping[str, Held], key: str) -> Held | None:
     """A graph that another process traced knows names that this one may never have heard."""
     if key and key not in table:
         raise InvalidArgument(argument=what, was=repr(key), must="one that this process gave to an operator before")
