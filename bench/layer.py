@@ -24,7 +24,7 @@ from undertow.collective.carry import Carrier
 from undertow.fabric.timer import Comparison, compare
 
 HIDDEN, INNER, HEADS, ROWS = 512, 1408, 8, 1024
-PACE = "50MB/s,20us"
+PACE = "100MB/s,20us"
 
 
 class Layer(torch.nn.Module):

@@ -18,7 +18,12 @@ import undertow as ut
 
 @pytest.mark.parametrize(
     ("architecture", "dtype", "close"),
-    [("llama", torch.float32, 1e-5), ("qwen3", torch.bfloat16, 3e-2), ("qwen2", torch.float32, 1e-5)],
+    [
+        ("llama", torch.float32, 1e-5),
+        ("qwen3", torch.bfloat16, 3e-2),
+        pytest.param("qwen2", torch.float32, 1e-5, marks=pytest.mark.nightly),
+        pytest.param("mistral", torch.float32, 1e-5, marks=pytest.mark.nightly),
+    ],
 )
 def test_a_model_answers_as_on_one_rank(architecture: str, dtype: torch.dtype, close: float) -> None:
     for found in ut.launch(targets.same_as_one_rank, 2, device="cpu", args=(architecture, dtype)):

@@ -16,7 +16,10 @@ import torch
 import undertow as ut
 from undertow.collective.algorithms import LIBRARY
 from undertow.fabric import timeline
-from undertow.ops.library import replicated_matmul
+from undertow.ops import all_gather_matmul as gather
+from undertow.ops import all_to_all_matmul as arriving
+from undertow.ops import matmul_all_reduce as reduce
+from undertow.ops import replicated_matmul as replicated
 
 SHAPES = ((1, 1, 1), (2, 3, 1), (5, 4, 3), (7, 13, 9), (16, 8, 12), (33, 17, 6), (40, 5, 21))  # M, N, K of a rank
 STRATEGIES = tuple(f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled") for lane in ("net", "peer", "dma"))
@@ -46,8 +49,7 @@ def _matmul_all_reduce(ranks: int, m: int, n: int, k: int, chance: torch.Generat
     bias = [_integers(chance, 1, n, dtype)]
 
     def plain() -> list[torch.Tensor]:
-        total = torch.stack([x @ w for x, w in zip(xs, ws, strict=True)]).sum(0)
-        return [_finish(total, bias[0][0])] * ranks
+        return [_finish(reduce.reference(xs, ws), bias[0][0])] * ranks
 
     return Case([xs, ws, bias], plain, ut.matmul_all_reduce, same_result=True)
 
@@ -75,8 +77,7 @@ def _all_gather_matmul(ranks: int, m: int, n: int, k: int, chance: torch.Generat
     biases = [_integers(chance, 1, n + rank % 2, dtype) for rank in range(ranks)]
 
     def plain() -> list[torch.Tensor]:
-        x = torch.cat(xs)
-        return [_finish(x @ w, bias[0]) for w, bias in zip(ws, biases, strict=True)]
+        return [_finish(y, bias[0]) for y, bias in zip(gather.reference(xs, ws), biases, strict=True)]
 
     def call(*tensors: torch.Tensor, **options: object) -> torch.Tensor:
         return ut.all_gather_matmul(*tensors, rows=rows, **options)  # type: ignore[arg-type]
@@ -90,14 +91,9 @@ def _replicated_matmul(ranks: int, m: int, n: int, k: int, chance: torch.Generat
     biases = [_integers(chance, 1, n + rank % 2, dtype) for rank in range(ranks)]
 
     def plain() -> list[torch.Tensor]:
-        return [_finish(x @ w, bias[0]) for w, bias in zip(ws, biases, strict=True)]
+        return [_finish(y, bias[0]) for y, bias in zip(replicated.reference(x, ws), biases, strict=True)]
 
-    def call(
-        x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, activation: str, group: ut.Group, strategy: str
-    ) -> torch.Tensor:
-        return torch.relu(replicated_matmul(x, w, bias, group.name, strategy))
-
-    return Case([[x], ws, biases], plain, call)
+    return Case([[x], ws, biases], plain, ut.replicated_matmul)
 
 
 def _splits(ranks: int, m: int, k: int) -> list[list[int]]:
@@ -129,9 +125,7 @@ def _all_to_all_matmul(ranks: int, m: int, n: int, k: int, chance: torch.Generat
     biases = [_integers(chance, 1, n, dtype) for _ in splits]
 
     def plain() -> list[torch.Tensor]:
-        rows = [torch.split(x, row) for x, row in zip(xs, splits, strict=True)]
-        came = [torch.cat([row[rank] for row in rows]) for rank in range(ranks)]
-        return [_finish(x @ w, bias[0]) for x, w, bias in zip(came, ws, biases, strict=True)]
+        return [_finish(y, bias[0]) for y, bias in zip(arriving.reference(xs, ws, splits), biases, strict=True)]
 
     def call(x: torch.Tensor, w: torch.Tensor, **options: object) -> torch.Tensor:
         return ut.all_to_all_matmul(x, w, splits, **options)  # type: ignore[arg-type]
@@ -168,6 +162,9 @@ def verify(group: ut.Group, name: str, strategy: str, shape: tuple[int, int, int
     x, w, bias = own
     y = case.call(x, w, bias=bias.view(-1), activation="relu", group=group, strategy=strategy)
     assert torch.equal(y, _mine(results, group.rank)), where
+    with torch.no_grad():
+        again = case.call(x, w, bias=bias.view(-1), activation="relu", group=group, strategy=strategy)
+    assert torch.equal(again, y), where
     y.backward(_mine(weights, group.rank))
     for argument, got, leaves in zip(("x", "w", "bias"), own, case.leaves, strict=True):
         want = _mine(leaves, group.rank).grad
@@ -244,10 +241,7 @@ def directional(name: str) -> float:
 
     def loss(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         x, w, bias = tensors
-        if name == "replicated_matmul":
-            y = torch.sin(replicated_matmul(x, w, bias.view(-1), group.name, "chunked:peer"))
-        else:
-            y = case.call(x, w, bias=bias.view(-1), activation="silu", group=group, strategy="chunked:peer")
+        y = case.call(x, w, bias=bias.view(-1), activation="silu", group=group, strategy="chunked:peer")
         return torch.sin(y).sum() / (group.size if case.same_result else 1)
 
     for _ in range(3):
