@@ -192,6 +192,7 @@ def refusals() -> dict[str, str]:
         "norm": lambda: ut.matmul_all_reduce(x, w, norm=norm),
         "activation": lambda: ut.matmul_all_reduce(x, w, activation="tanh"),
         "rows": lambda: ut.matmul_reduce_scatter(x.detach(), w, rows=[1, 2]),
+        "grain": lambda: ut.all_to_all_matmul(x.detach(), w, strategy="signaled"),
         "fp8": lambda: ut.matmul_all_reduce(low, low.t()),
         "splits": lambda: torch.compile(lambda: ut.matmul_all_to_all(x, w, [3, 3]), fullgraph=True, backend="eager")(),
     }

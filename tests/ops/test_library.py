@@ -52,6 +52,7 @@ def test_refusals() -> None:
         assert found["norm"] == f"norm is given, but must be {apart}."
         assert found["activation"] == "activation is 'tanh', but must be one of none, relu, gelu, silu."
         assert found["rows"] == ("rows is [1, 2], but must be 2 counts of at least 0 that add up to 6, the rows of x.")
+        assert found["grain"].startswith("Strategy 'signaled' is not available: this operator has no signaled form;")
         assert found["fp8"] == (
             "x is of torch.float8_e4m3fn, but must be one of float64, float32, bfloat16, float16;"
             " fp8 is not supported yet, .to(torch.bfloat16) is the way for now."

@@ -8,7 +8,8 @@ Rank r holds experts r E/R ... (r + 1) E/R - 1 and tokens of its own. For each p
     all_to_all_matmul    tokens of all ranks for their expert at place e arrive, and are multiplied as they do
     matmul_all_to_all    what the expert made of them leaves for the ranks they came from as it is made
 
-How many tokens go where is told once for each call. That number is data, so this layer is no one graph of a compiler.
+`strategy` is that of the second; the first, which has fewer grains, is `chunked` where that is signaled. How many
+tokens go where is told once for each call. That number is data, so this layer is no one graph of a compiler.
 Gradients of experts are complete, since all their tokens came to them; the router is held by every rank and sees only
 its own tokens, as any layer under data parallelism, and wants the same treatment (DDP, or a sum over the group).
 """
@@ -22,7 +23,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..fabric.registry import named
-from ..ops.all_to_all_matmul import all_to_all_matmul
+from ..ops.all_to_all_matmul import all_to_all_matmul, mirrored_strategy
 from ..ops.matmul_all_to_all import matmul_all_to_all
 from .sharded import Cut, Sharded
 
@@ -87,7 +88,8 @@ class ExpertParallelMLP(Sharded):
     def _expert(self, rows: torch.Tensor, place: int, splits: Sequence[Sequence[int]]) -> torch.Tensor:
         """What the experts at this place of all ranks make of the rows that this rank has for them."""
         group, strategy = self.group_name, self.strategy
-        both = all_to_all_matmul(rows, self.gate_up[place].t(), splits, group=group, strategy=strategy)
+        there = mirrored_strategy(strategy)
+        both = all_to_all_matmul(rows, self.gate_up[place].t(), splits, group=group, strategy=there)
         gate, up = both.chunk(2, -1)
         hidden = torch.nn.functional.silu(gate) * up
         back = [list(column) for column in zip(*splits, strict=True)]

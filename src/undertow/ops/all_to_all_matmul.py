@@ -119,6 +119,12 @@ def call(
     return y, received
 
 
+def mirrored_strategy(strategy: str) -> str:
+    """For the other half of a `matmul_all_to_all` of that strategy: its lane, and `chunked` for what overlaps there."""
+    grain, colon, lane = strategy.partition(":")
+    return strategy if grain in ("auto", *GRAINS) else f"chunked{colon}{lane}"
+
+
 def _planned(problem: Problem, group: Group, strategy: str) -> tuple[Plan, str]:
     lanes = group.fabric.lanes()
     near = "net" if lanes["peer"] else "peer"
@@ -127,10 +133,6 @@ def _planned(problem: Problem, group: Group, strategy: str) -> tuple[Plan, str]:
         return default_plan(
             problem, grain, near
         ), "Nothing is measured for this operator: rows are multiplied as they come."
-    # As the gradient of a signaled call: rows that wait for their arrival are what `chunked` means here.
-    asked, _, lane = strategy.partition(":")
-    if asked == "signaled":
-        strategy = ":".join(filter(None, ("chunked", lane)))
     grain, lane = parse_strategy(strategy, GRAINS, lanes, near)
     return default_plan(problem, grain, lane), "The strategy was given."
 

@@ -245,6 +245,7 @@ def matmul_all_to_all_backward(
     on = named(group)
     back = [list(column) for column in zip(*matrix_of(splits, x.shape[0], on.size), strict=True)]
     arriving = Arriving(x if wanted[1] else x[:, :0])
+    strategy = home.mirrored_strategy(strategy)
     dx, _ = home.call(dz, w.t(), back, None, "none", on, strategy, arriving=arriving)
     empty = x.new_empty(0)
     return dx, arriving.weight if wanted[1] else empty, arriving.bias if wanted[2] else empty.clone()
