@@ -1,7 +1,7 @@
 """A collective of your own, checked and run: a ring all_reduce that goes both ways at once.
 
-    undertow run -n 4 --device cpu examples/my_collective.py
-    undertow collective check examples/my_collective.py --ranks 8
+undertow run -n 4 --device cpu examples/my_collective.py
+undertow collective check examples/my_collective.py --ranks 8
 """
 
 import torch

@@ -7,16 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import nn
     from .errors import UndertowError
     from .fabric.group import Group
     from .fabric.launch import launch
     from .fabric.memory import memory, reserve
     from .fabric.registry import as_group, init, shutdown
     from .ops.all_gather_matmul import all_gather_matmul
+    from .ops.all_to_all_matmul import all_to_all_matmul
     from .ops.explain import explain
     from .ops.matmul_all_reduce import matmul_all_reduce
     from .ops.matmul_all_to_all import matmul_all_to_all
     from .ops.matmul_reduce_scatter import matmul_reduce_scatter
+    from .ops.replicated_matmul import replicated_matmul
     from .ops.tuning import tune
     from .plan.plan import Plan
 
@@ -27,6 +30,7 @@ __all__ = [
     "Plan",
     "UndertowError",
     "all_gather_matmul",
+    "all_to_all_matmul",
     "as_group",
     "explain",
     "init",
@@ -35,6 +39,8 @@ __all__ = [
     "matmul_all_to_all",
     "matmul_reduce_scatter",
     "memory",
+    "nn",
+    "replicated_matmul",
     "reserve",
     "shutdown",
     "tune",
@@ -45,6 +51,7 @@ _HOMES = {
     "Plan": ".plan.plan",
     "UndertowError": ".errors",
     "all_gather_matmul": ".ops.all_gather_matmul",
+    "all_to_all_matmul": ".ops.all_to_all_matmul",
     "as_group": ".fabric.registry",
     "explain": ".ops.explain",
     "init": ".fabric.registry",
@@ -53,13 +60,17 @@ _HOMES = {
     "matmul_all_to_all": ".ops.matmul_all_to_all",
     "matmul_reduce_scatter": ".ops.matmul_reduce_scatter",
     "memory": ".fabric.memory",
+    "replicated_matmul": ".ops.replicated_matmul",
     "reserve": ".fabric.memory",
     "shutdown": ".fabric.registry",
     "tune": ".ops.tuning",
 }
+_ROOMS = ("nn",)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f".{name}", __name__)
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'undertow' has no attribute {name!r}")

@@ -167,7 +167,7 @@ def refused(name: str) -> dict[str, str]:
         "vector": sentence(lambda: call(x[0], w)),
         "bias": sentence(lambda: call(x, w, bias=torch.ones(6))),
         "activation": sentence(lambda: call(x, w, activation="tanh")),
-        "gradient": sentence(lambda: call(x.clone().requires_grad_(), w)),
+        "out with a gradient": sentence(lambda: call(x.clone().requires_grad_(), w, out=torch.empty(6, 5))),
         "out": sentence(lambda: call(x, w, out=torch.empty(1, 1))),
         "aliased out": sentence(lambda: call(x.expand(6, 4), w, out=x)),
         "grain": sentence(lambda: call(x, w, strategy="fused")),

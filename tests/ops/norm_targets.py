@@ -114,7 +114,7 @@ def refusals() -> dict[str, str]:
         "shape": sentence(lambda: call(x, w, residual=torch.ones(5, 6))),
         "dtype": sentence(lambda: call(x, w, residual=torch.ones(6, 5).double())),
         "aliased": sentence(lambda: call(x, w, residual=out, out=out)),
-        "gradient": sentence(lambda: call(x, w, residual=torch.ones(6, 5).requires_grad_())),
+        "gradient": sentence(lambda: call(x, w, residual=torch.ones(6, 5).requires_grad_(), norm=norm)),
         "kind": sentence(lambda: call(x, w, norm=torch.nn.Linear(5, 5))),
         "width": sentence(lambda: call(x, w, norm=torch.nn.LayerNorm(6))),
         "type": sentence(lambda: call(x, w, norm=torch.nn.LayerNorm(5).double())),

@@ -31,9 +31,6 @@ def test_norms_are_exact_where_mathematics_allows() -> None:
 def test_bad_input_is_one_sentence_and_the_group_goes_on() -> None:
     for found in ut.launch(targets.refusals, 2, device="cpu", deadline=20):
         assert found.pop("ranks").startswith("MismatchedCall: Ranks of group 0 disagree on call")
-        grad = (
-            "a tensor that requires a gradient, but must be detached, or the call under torch.no_grad(): this operator"
-        )
         assert found == {
             "shape": (
                 "InvalidArgument: residual is [5, 6] torch.float32 on cpu, but must be contiguous [6, 5] torch.float32"
@@ -44,11 +41,17 @@ def test_bad_input_is_one_sentence_and_the_group_goes_on() -> None:
                 " on cpu, as the result."
             ),
             "aliased": "InvalidArgument: residual is in the storage of out, but must be a tensor of its own.",
-            "gradient": f"InvalidArgument: residual is {grad} has no backward yet.",
+            "gradient": (
+                "InvalidArgument: norm is given, but must be None where gradients are taken or torch traces: call under"
+                " torch.no_grad(), or do it apart."
+            ),
             "kind": "InvalidArgument: norm is a Linear, but must be a torch.nn.RMSNorm or a torch.nn.LayerNorm.",
             "width": "InvalidArgument: norm is over [6], but must be over [5], the columns of the result.",
             "type": "InvalidArgument: norm.weight is torch.float64 on cpu, but must be torch.float32 on cpu.",
-            "parameter": f"InvalidArgument: norm.weight is {grad} has no backward yet.",
+            "parameter": (
+                "InvalidArgument: norm.weight is a tensor that requires a gradient, but must be detached, or the call"
+                " under torch.no_grad(): with gradients add and normalise apart."
+            ),
             "usable": "True",
         }
 

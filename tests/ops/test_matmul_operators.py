@@ -91,9 +91,9 @@ def test_bad_input_is_one_sentence_and_the_group_goes_on(name: str) -> None:
             "vector": "InvalidArgument: x is of shape [4], but must be a matrix.",
             "bias": "InvalidArgument: bias is [6] torch.float32 on cpu, but must be [5] torch.float32 on cpu.",
             "activation": "InvalidArgument: activation is 'tanh', but must be one of none, relu, gelu, silu.",
-            "gradient": (
-                "InvalidArgument: x or w is a tensor that requires a gradient, but must be detached, or the call under"
-                " torch.no_grad(): this operator has no backward yet."
+            "out with a gradient": (
+                "InvalidArgument: out is given, but must be None where gradients are taken or torch traces: call under"
+                " torch.no_grad(), or do it apart."
             ),
             "aliased out": "InvalidArgument: out is in the storage of x or w, but must be a tensor of its own.",
             "rows of a plan": (

@@ -71,13 +71,16 @@ def _join_job() -> None:
     dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
 
 
-def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None, deadline: float | None = None) -> Group:
-    """The `Group` behind whatever names one: itself, a ProcessGroup, a DeviceMesh of one dimension, None for all ranks.
+def as_group(group: Group | dist.ProcessGroup | DeviceMesh | str | None, deadline: float | None = None) -> Group:
+    """The `Group` behind whatever names one: itself, a ProcessGroup, a DeviceMesh of one dimension, the name of a group
+    that was used before, None for all ranks.
 
     The first time a ProcessGroup is seen, all its ranks must come here (it is collective).
     """
     if isinstance(group, Group):
         return group
+    if isinstance(group, str):
+        return named(group)
     if not dist.is_initialized():
         raise errors.NotInitialised(what="This call")
     process_group = _process_group_of(group)
@@ -94,6 +97,15 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | None, deadline: flo
         made.when_closed = _forget
         _leave_at_exit()
         return made
+
+
+def named(name: str) -> Group:
+    """The group of that name, which this process has used before: operators of torch carry names, not objects."""
+    found = _groups.get(name)
+    if found is None:
+        must = f"a name of {', '.join(sorted(_groups)) or 'a group; call undertow.init() first'}"
+        raise errors.InvalidArgument(argument="group", was=repr(name), must=must)
+    return found
 
 
 def _forget(group: Group) -> None:

@@ -29,8 +29,12 @@ from ..plan import reorder
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
+from . import gradients as _gradients  # noqa: F401 - registers them
+from .beside import Arriving
 from .choose import Request, perform
+from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish
+from .library import all_gather_matmul as operator
 from .operands import check_factors, dtype_name, output
 from .overlap import give_up, half_way, join
 from .produce import product_of
@@ -60,7 +64,7 @@ def all_gather_matmul(
     rows: Sequence[int] | None = None,
     bias: torch.Tensor | None = None,
     activation: str = "none",
-    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
@@ -69,9 +73,29 @@ def all_gather_matmul(
 
     `rows[r]`: rows of rank r where they differ; None: all ranks have as many.
     """
-    on = as_group(group)
+    x, w, bias = autocast(x, w, bias)
+    if differentiable(x, w, bias):
+        refuse_in_place(out=out)
+        y = operator(x, w, bias, rows, name_of(group), strategy, held(plan))
+        return finished(y, activation)
+    return call(x, w, rows, bias, activation, as_group(group), strategy, plan, out)
+
+
+def call(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    rows: Sequence[int] | None,
+    bias: torch.Tensor | None,
+    activation: str,
+    on: Group,
+    strategy: str,
+    plan: Plan | None,
+    out: torch.Tensor | None = None,
+    arriving: Arriving | None = None,
+) -> torch.Tensor:
+    """The operator without gradients. `arriving` takes part of every parcel of rows that has come."""
     check_factors(x, w, on)
-    counts = _counts(rows, x.shape[0], on)
+    counts = row_counts(rows, x.shape[0], on)
     m, n, k = sum(counts), w.shape[1], x.shape[1]
     check_finish(bias, activation, n, x)
     y = output(out, (m, n), x, w)
@@ -83,13 +107,14 @@ def all_gather_matmul(
     same_on_all = f"M {m} in {counts}, K {k}, {dtype_name(x)}"
 
     def execute(chosen: Plan, lane: Lane) -> None:
-        _run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane)
+        _run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane, arriving)
 
     perform(Request(problem, on, shape, same_on_all, y, execute, lambda: x.new_zeros(m, k) @ w), strategy, plan)
     return y
 
 
-def _counts(rows: Sequence[int] | None, mine: int, group: Group) -> list[int]:
+def row_counts(rows: Sequence[int] | None, mine: int, group: Group) -> list[int]:
+    """Rows of each rank, of which this one has `mine`."""
     if rows is None:
         return [mine] * group.size
     counts = [int(one) for one in rows]
@@ -108,6 +133,7 @@ def _run(
     finish: Finish,
     fabric: Fabric,
     lane: Lane,
+    arriving: Arriving | None = None,
 ) -> None:
     rank, size, k = fabric.group.rank, fabric.group.size, problem.k
     firsts = [sum(problem.shards[:source]) for source in range(size)]
@@ -124,20 +150,45 @@ def _run(
         carrier.receive(parcel, [gathered[first : first + rows].view(-1) for first, rows in comes[parcel]])
         product.rows_are_here(parcel)
 
+    def also(parcel: int | None) -> None:
+        """What else is computed from a parcel's rows, or from all of them."""
+        if arriving is not None:
+            arriving.add([(0, problem.m)] if parcel is None else _rows_of(problem, plan, rank, parcel))
+
+    if arriving is not None:
+        arriving.begin(gathered)
     with half_way(fabric.group):
-        _bring_and_multiply(fabric, lane, plan, product, bring, len(comes))
+        bring_and_multiply(fabric, lane, plan, product, bring, len(comes), also)
 
 
-def _bring_and_multiply(
-    fabric: Fabric, lane: Lane, plan: Plan, product: Product, bring: Callable[[int], None], parcels: int
+def _rows_of(problem: Problem, plan: Plan, rank: int, parcel: int) -> list[Rows]:
+    """The rows that are there with parcel `parcel` and were not before, own ones included."""
+    if plan.grain == "signaled":
+        one = reorder.arrivals(problem.grid(plan), plan, rank)[parcel]
+        return [(one.row, one.rows)]
+    return list(chunks(problem.shards, plan)[parcel])
+
+
+def bring_and_multiply(
+    fabric: Fabric,
+    lane: Lane,
+    plan: Plan,
+    product: Product,
+    bring: Callable[[int], None],
+    parcels: int,
+    also: Callable[[int | None], None],
 ) -> None:
-    """`bring(k)` has the rows that parcel k needs arrive, in the order of the stream it runs on."""
+    """`bring(k)` has the rows that parcel k needs arrive, in the order of the stream it runs on.
+
+    `also(k)` follows the product of parcel k, or `also(None)` the whole product where nothing tells parcels apart.
+    """
     lane.limit(plan.share.communication_ctas)
     if plan.grain == "serial":
         for parcel in range(parcels):
             bring(parcel)
         lane.flush()
         product.start()
+        also(None)
         return
     communication = fabric.stream("communication", priority=plan.share.communication_priority)
     try:
@@ -154,11 +205,14 @@ def _bring_and_multiply(
                 if parcel + 1 < parcels:
                     communication.run(lambda parcel=parcel: bring(parcel + 1))  # type: ignore[misc]
                 product.reach(parcel)
+                also(parcel)
     except Exception as error:  # an interrupt does not wait for anybody
         give_up(fabric.group, error)
         join(fabric.group, communication)
         raise
     join(fabric.group, communication)
+    if product.waits_for_rows:
+        also(None)
     lane.flush()
 
 

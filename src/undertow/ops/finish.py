@@ -106,9 +106,6 @@ class Finish:
 def check_finish(bias: torch.Tensor | None, activation: str, columns: int, like: torch.Tensor) -> None:
     if activation not in ACTIVATIONS:
         raise InvalidArgument(argument="activation", was=repr(activation), must=f"one of {', '.join(ACTIVATIONS)}")
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        must = "detached, or the call under torch.no_grad(): this operator has no backward yet"
-        raise InvalidArgument(argument="bias", was="a tensor that requires a gradient", must=must)
     if bias is not None and (tuple(bias.shape) != (columns,) or bias.dtype != like.dtype or bias.device != like.device):
         was = f"{list(bias.shape)} {bias.dtype} on {bias.device}"
         raise InvalidArgument(argument="bias", was=was, must=f"[{columns}] {like.dtype} on {like.device}")

@@ -31,8 +31,12 @@ from ..plan import reorder
 from ..plan.plan import Plan, split
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
+from . import gradients as _gradients  # noqa: F401 - registers them
+from .beside import Beside
 from .choose import Request, perform
+from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish, finish_text
+from .library import matmul_all_reduce as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
@@ -67,7 +71,7 @@ def matmul_all_reduce(
     activation: str = "none",
     residual: torch.Tensor | None = None,
     norm: torch.nn.Module | None = None,
-    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
     program: Program | None = None,
@@ -78,7 +82,29 @@ def matmul_all_reduce(
     `residual` [M, N] is added to that, and `norm` (a torch.nn.RMSNorm or LayerNorm over N) is taken of the sum, which
     is then left in `residual`. `program`: the collective program that moves the parcels.
     """
-    on = as_group(group)
+    x, w, bias = autocast(x, w, bias)
+    if differentiable(x, w, bias, residual):
+        refuse_in_place(out=out, norm=norm)
+        y = operator(x, w, bias, name_of(group), strategy, held(plan), held(program))
+        return finished(y, activation, residual)
+    return call(x, w, bias, activation, residual, norm, as_group(group), strategy, plan, program, out)
+
+
+def call(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+    residual: torch.Tensor | None,
+    norm: torch.nn.Module | None,
+    on: Group,
+    strategy: str,
+    plan: Plan | None,
+    program: Program | None = None,
+    out: torch.Tensor | None = None,
+    beside: Beside | None = None,
+) -> torch.Tensor:
+    """The operator without gradients. `beside`: what is computed while the last parcels move."""
     check_factors(x, w, on)
     m, n = x.shape[0], w.shape[1]
     check_finish(bias, activation, n, x)
@@ -92,7 +118,7 @@ def matmul_all_reduce(
     same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}{after.text if after else ''}"
 
     def execute(chosen: Plan, lane: Lane) -> None:
-        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen, after), on.fabric, lane)
+        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen, after), on.fabric, lane, beside=beside)
 
     def execute_program(call: ProgramCall) -> None:
         run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
@@ -113,6 +139,7 @@ def run(
     fabric: Fabric,
     lane: Lane,
     compute: bool = True,
+    beside: Beside | None = None,
 ) -> None:
     """`compute` False: only what moves, for measurements."""
     rank, size = fabric.group.rank, fabric.group.size
@@ -156,7 +183,7 @@ def run(
     if not whole:
         finish.load(y, size, finishes_parts)
     product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
-    overlap(fabric, lane, plan, product, carry, () if whole else (combine, collect), len(parcels))
+    overlap(fabric, lane, plan, product, carry, () if whole else (combine, collect), len(parcels), beside)
     if packed:
         key = ("unpack", problem.key, plan.digest)
         finish.unpack(y, buffer, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan)), plan.tile)

@@ -26,8 +26,12 @@ from ..plan import reorder
 from ..plan.plan import Plan, split
 from ..plan.problem import Problem
 from ..plan.tiles import TileGrid, chunks
+from . import gradients as _gradients  # noqa: F401 - registers them
+from .beside import Beside
 from .choose import Request, perform
+from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish
+from .library import matmul_all_to_all as operator
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
 from .produce import placed, product_of
@@ -59,7 +63,7 @@ def matmul_all_to_all(
     *,
     bias: torch.Tensor | None = None,
     activation: str = "none",
-    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
@@ -69,11 +73,32 @@ def matmul_all_to_all(
     `splits`: rows for each rank; or the matrix splits[sender][destination], which spares ranks from telling each other;
     or None: every rank has as many rows and cuts them by torch.tensor_split.
     """
-    on = as_group(group)
+    x, w, bias = autocast(x, w, bias)
+    if differentiable(x, w, bias):
+        refuse_in_place(out=out)
+        told = flat_splits(splits, x.shape[0], group)
+        y = operator(x, w, bias, told, name_of(group), strategy, held(plan))
+        return finished(y, activation)
+    return call(x, w, splits, bias, activation, as_group(group), strategy, plan, out)
+
+
+def call(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    splits: Splits,
+    bias: torch.Tensor | None,
+    activation: str,
+    on: Group,
+    strategy: str,
+    plan: Plan | None,
+    out: torch.Tensor | None = None,
+    beside: Beside | None = None,
+) -> torch.Tensor:
+    """The operator without gradients. `beside`: what is computed while the last parcels move."""
     check_factors(x, w, on)
     n = w.shape[1]
     check_finish(bias, activation, n, x)
-    matrix = _matrix(splits, x.shape[0], on)
+    matrix = split_matrix(splits, x.shape[0], on)
     y = output(out, (sum(row[on.rank] for row in matrix), n), x, w)
     shared = Problem.for_splits(
         matrix, n, x.shape[1], dtype=dtype_name(x), device=x.device.type, multiprocessors=on.fabric.multiprocessors
@@ -84,13 +109,27 @@ def matmul_all_to_all(
     same_on_all = f"splits {told}, N {n}, {dtype_name(x)}"
 
     def execute(chosen: Plan, lane: Lane) -> None:
-        run(x, w, y, matrix, mine, chosen, Finish(bias, activation), on.fabric, lane)
+        run(x, w, y, matrix, mine, chosen, Finish(bias, activation), on.fabric, lane, beside=beside)
 
     perform(Request(shared, on, shape, same_on_all, y, execute, lambda: x @ w), strategy, plan)
     return y
 
 
-def _matrix(splits: Splits, rows: int, group: Group) -> list[list[int]]:
+def flat_splits(
+    splits: Splits, rows: int, group: Group | dist.ProcessGroup | DeviceMesh | str | None
+) -> list[int] | None:
+    """The matrix of splits as one list; None where rows are cut evenly. While torch traces nobody can be asked."""
+    if splits is None:
+        return None
+    if not torch.compiler.is_compiling():
+        return [one for row in split_matrix(splits, rows, as_group(group)) for one in row]
+    counts: list[int] = []
+    for row in splits:
+        counts.extend(row if isinstance(row, Sequence) else [row])
+    return counts
+
+
+def split_matrix(splits: Splits, rows: int, group: Group) -> list[list[int]]:
     """splits[sender][destination] of all ranks."""
     size, rank = group.size, group.rank
     if splits is None:
@@ -124,6 +163,7 @@ def run(
     fabric: Fabric,
     lane: Lane,
     compute: bool = True,
+    beside: Beside | None = None,
 ) -> None:
     """`compute` False: only what moves, for measurements."""
     rank, n = fabric.group.rank, problem.n
@@ -133,8 +173,8 @@ def run(
         leaving = reorder.pieces(problem.grid(plan), plan)
         arriving = reorder.arriving_pieces(matrix, n, plan, rank)
     else:
-        leaving = _row_pieces(problem.shards, n, plan)
-        arriving = _row_pieces([row[rank] for row in matrix], n, plan)
+        leaving = row_pieces(problem.shards, n, plan)
+        arriving = row_pieces([row[rank] for row in matrix], n, plan)
     result = y.new_empty(y.numel()) if packed else y.view(-1)
     carrier = Carrier(fabric, lane, y, _longest(matrix, n, plan))
 
@@ -151,7 +191,7 @@ def run(
 
     epilogue = None if finish.nothing else finish
     product = product_of(fabric, problem, plan, x, w, buffer, epilogue) if compute else NoProduct()
-    overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels))
+    overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels), beside)
     if packed:
         key = ("unpack", tuple(map(tuple, matrix)), n, plan.digest, rank)
         table = placed(fabric, key, lambda: reorder.arriving_table(matrix, n, plan, rank))
@@ -165,10 +205,10 @@ def _longest(matrix: Sequence[Sequence[int]], n: int, plan: Plan) -> int:
         if plan.grain == "signaled":
             pieces = reorder.pieces(TileGrid(sum(row), n, *(plan.tile or (1, 1)), row), plan)
         else:
-            pieces = _row_pieces(row, n, plan)
+            pieces = row_pieces(row, n, plan)
         found += [count for parcel in pieces for _, count in parcel]
     return max(found)
 
 
-def _row_pieces(shards: Sequence[int], n: int, plan: Plan) -> tuple[tuple[tuple[int, int], ...], ...]:
+def row_pieces(shards: Sequence[int], n: int, plan: Plan) -> tuple[tuple[tuple[int, int], ...], ...]:
     return tuple(tuple((row * n, rows * n) for row, rows in parcel) for parcel in chunks(shards, plan))

@@ -18,14 +18,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..collective.carry import Carrier
+from ..errors import InvalidArgument
 from ..fabric.group import Group
 from ..fabric.registry import as_group
 from ..plan import reorder
 from ..plan.plan import Plan, split
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
+from . import gradients as _gradients  # noqa: F401 - registers them
+from .beside import Beside
 from .choose import Request, perform
+from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish, finish_text
+from .library import matmul_reduce_scatter as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
@@ -56,11 +61,12 @@ def matmul_reduce_scatter(
     x: torch.Tensor,
     w: torch.Tensor,
     *,
+    rows: Sequence[int] | None = None,
     bias: torch.Tensor | None = None,
     activation: str = "none",
     residual: torch.Tensor | None = None,
     norm: torch.nn.Module | None = None,
-    group: Group | dist.ProcessGroup | DeviceMesh | None = None,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
     program: Program | None = None,
@@ -68,25 +74,55 @@ def matmul_reduce_scatter(
 ) -> torch.Tensor:
     """x [M, K_r] @ w [K_r, N], summed over the ranks of `group` -> this rank's rows [M_r, N], bias and activation.
 
-    `residual` [M_r, N] is added to that, and `norm` (a torch.nn.RMSNorm or LayerNorm over N) is taken of the sum, which
-    is then left in `residual`. `program`: the collective program that moves the parcels.
+    `rows[r]`: rows that rank r gets; None: as torch.tensor_split cuts M. `residual` [M_r, N] is added to that, and
+    `norm` (a torch.nn.RMSNorm or LayerNorm over N) is taken of the sum, which is then left in `residual`. `program`:
+    the collective program that moves the parcels.
     """
-    on = as_group(group)
+    x, w, bias = autocast(x, w, bias)
+    if differentiable(x, w, bias, residual):
+        refuse_in_place(out=out, norm=norm)
+        name = name_of(group)
+        y = operator(x, w, bias, rows, name, strategy, held(plan), held(program))
+        return finished(y, activation, residual)
+    return call(x, w, rows, bias, activation, residual, norm, as_group(group), strategy, plan, program, out)
+
+
+def call(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    rows: Sequence[int] | None,
+    bias: torch.Tensor | None,
+    activation: str,
+    residual: torch.Tensor | None,
+    norm: torch.nn.Module | None,
+    on: Group,
+    strategy: str,
+    plan: Plan | None,
+    program: Program | None = None,
+    out: torch.Tensor | None = None,
+    beside: Beside | None = None,
+) -> torch.Tensor:
+    """The operator without gradients. `beside`: what is computed and brought along."""
     check_factors(x, w, on)
     m, n = x.shape[0], w.shape[1]
     check_finish(bias, activation, n, x)
-    start, stop = split(m, on.size)[on.rank]
-    y = output(out, (stop - start, n), x, w)
+    counts = shares(rows, m, on.size)
+    if rows is not None and (program is not None or (plan is not None and plan.program)):
+        raise InvalidArgument(
+            argument="rows", was=str(counts), must="None, as a program cuts rows by torch.tensor_split"
+        )
+    y = output(out, (counts[on.rank], n), x, w)
     problem = Problem.of(
         OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
-        multiprocessors=on.fabric.multiprocessors,
+        multiprocessors=on.fabric.multiprocessors, shards=counts,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     after = After.of(residual, norm, y)
-    same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}{after.text if after else ''}"
+    cut = "" if rows is None else f" in {counts}"
+    same_on_all = f"M {m}{cut}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}{after.text if after else ''}"
 
     def execute(chosen: Plan, lane: Lane) -> None:
-        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen, after), on.fabric, lane)
+        run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen, after), on.fabric, lane, beside=beside)
 
     def execute_program(call: ProgramCall) -> None:
         run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
@@ -95,6 +131,15 @@ def matmul_reduce_scatter(
     request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program, changed)
     perform(request, strategy, plan, program)
     return y
+
+
+def shares(rows: Sequence[int] | None, m: int, ranks: int) -> list[int]:
+    """Rows that each rank gets of m."""
+    counts = [stop - start for start, stop in split(m, ranks)] if rows is None else [int(one) for one in rows]
+    if len(counts) != ranks or min(counts) < 0 or sum(counts) != m:
+        must = f"{ranks} counts of at least 0 that add up to {m}, the rows of x"
+        raise InvalidArgument(argument="rows", was=str(counts), must=must)
+    return counts
 
 
 def run(
@@ -107,13 +152,14 @@ def run(
     fabric: Fabric,
     lane: Lane,
     compute: bool = True,
+    beside: Beside | None = None,
 ) -> None:
     """`compute` False: only what moves, for measurements."""
     rank, n = fabric.group.rank, problem.n
     buffer = x.new_empty(problem.m * n)
     packed = plan.grain == "signaled" and plan.layout == "packed"
     finishes_parts = not packed and finish.after is None
-    first = split(problem.m, fabric.group.size)[rank][0] * n
+    first = sum(problem.shards[:rank]) * n
     if plan.grain == "signaled":
         pieces = reorder.pieces(problem.grid(plan), plan)
     else:
@@ -122,7 +168,8 @@ def run(
     if packed:
         places = [place for place, _ in reorder.received_pieces(problem.grid(plan), plan, rank)]
     result = y.new_empty(y.numel()) if packed else y.view(-1)
-    carrier = Carrier(fabric, lane, y, max((count for parcel in pieces for _, count in parcel), default=0))
+    longest = max((count for parcel in pieces for _, count in parcel), default=0)
+    carrier = Carrier(fabric, lane, y, max(longest, beside.longest if beside is not None else 0))
 
     def parts(parcel: int) -> list[torch.Tensor]:
         return [buffer[offset : offset + count] for offset, count in pieces[parcel]]
@@ -137,7 +184,7 @@ def run(
 
     finish.load(y, fabric.group.size, finishes_parts)
     product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
-    overlap(fabric, lane, plan, product, carry, (combine,), len(pieces))
+    overlap(fabric, lane, plan, product, carry, (combine,), len(pieces), beside, carrier)
     if packed:
         key = ("unpack", problem.key, plan.digest, rank)
         finish.unpack(

@@ -213,9 +213,6 @@ def _check_residual(residual: torch.Tensor, y: torch.Tensor) -> None:
         )
     if residual.numel() and residual.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
         raise InvalidArgument(argument="residual", was="in the storage of out", must="a tensor of its own")
-    if residual.requires_grad and torch.is_grad_enabled():
-        must = "detached, or the call under torch.no_grad(): this operator has no backward yet"
-        raise InvalidArgument(argument="residual", was="a tensor that requires a gradient", must=must)
 
 
 def _check_norm(norm: torch.nn.Module, y: torch.Tensor) -> None:
@@ -232,5 +229,5 @@ def _check_norm(norm: torch.nn.Module, y: torch.Tensor) -> None:
             was = f"{tensor.dtype} on {tensor.device}"
             raise InvalidArgument(argument=f"norm.{name}", was=was, must=f"{y.dtype} on {y.device}")
         if tensor.requires_grad and torch.is_grad_enabled():
-            must = "detached, or the call under torch.no_grad(): this operator has no backward yet"
+            must = "detached, or the call under torch.no_grad(): with gradients add and normalise apart"
             raise InvalidArgument(argument=f"norm.{name}", was="a tensor that requires a gradient", must=must)

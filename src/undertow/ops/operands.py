@@ -14,6 +14,15 @@ def dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    if dtype in DTYPES:
+        return
+    must = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
+    if "float8" in str(dtype):
+        must += "; fp8 is not supported yet, .to(torch.bfloat16) is the way for now"
+    raise InvalidArgument(argument=name, was=f"of {dtype}", must=f"one of {must}")
+
+
 def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = "x") -> None:
     """x [M, K] and w [K, N], of any strides, on the group's device, of one dtype."""
     for name, tensor in ((x_name, x), ("w", w)):
@@ -21,17 +30,12 @@ def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = 
             raise InvalidArgument(argument=name, was=f"of shape {list(tensor.shape)}", must="a matrix")
         if tensor.device != group.device:
             raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {group.device}")
-        if tensor.dtype not in DTYPES:
-            must = ", ".join(str(one).removeprefix("torch.") for one in DTYPES)
-            raise InvalidArgument(argument=name, was=f"of {tensor.dtype}", must=f"one of {must}")
+        check_dtype(name, tensor.dtype)
     if w.shape[0] != x.shape[1]:
         must = f"of {x.shape[1]} rows, as {x_name} has columns"
         raise InvalidArgument(argument="w", was=f"of shape {list(w.shape)}", must=must)
     if w.dtype != x.dtype:
         raise InvalidArgument(argument="w", was=f"of {w.dtype}", must=f"of {x.dtype}, as {x_name} is")
-    if torch.is_grad_enabled() and (x.requires_grad or w.requires_grad):
-        must = "detached, or the call under torch.no_grad(): this operator has no backward yet"
-        raise InvalidArgument(argument=f"{x_name} or w", was="a tensor that requires a gradient", must=must)
 
 
 def output(out: torch.Tensor | None, shape: tuple[int, int], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

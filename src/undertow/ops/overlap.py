@@ -21,19 +21,32 @@ from ..errors import UndertowError
 from .product import Product
 
 if TYPE_CHECKING:
+    from ..collective.carry import Carrier
     from ..fabric.base import Fabric, Lane, Stream
     from ..fabric.group import Group
     from ..plan.plan import Plan
+    from .beside import Beside
 
 Step = Callable[[int], None]
 
 
 def overlap(
-    fabric: Fabric, lane: Lane, plan: Plan, product: Product, carry: Step, followers: Sequence[Step], parcels: int
+    fabric: Fabric,
+    lane: Lane,
+    plan: Plan,
+    product: Product,
+    carry: Step,
+    followers: Sequence[Step],
+    parcels: int,
+    beside: Beside | None = None,
+    carrier: Carrier | None = None,
 ) -> None:
-    """Compute and carry all parcels; on return (CUDA: in the order of the current stream) everything has arrived."""
+    """Compute and carry all parcels; on return (CUDA: in the order of the current stream) everything has arrived.
+
+    `beside`: more to bring (over `carrier`) while the product is computed, and to compute while parcels are under way.
+    """
     with half_way(fabric.group):
-        _overlap(fabric, lane, plan, product, carry, followers, parcels)
+        _overlap(fabric, lane, plan, product, carry, followers, parcels, beside, carrier)
 
 
 @contextlib.contextmanager
@@ -53,10 +66,23 @@ def give_up(group: Group, error: Exception) -> None:
 
 
 def _overlap(
-    fabric: Fabric, lane: Lane, plan: Plan, product: Product, carry: Step, followers: Sequence[Step], parcels: int
+    fabric: Fabric,
+    lane: Lane,
+    plan: Plan,
+    product: Product,
+    carry: Step,
+    followers: Sequence[Step],
+    parcels: int,
+    beside: Beside | None,
+    carrier: Carrier | None,
 ) -> None:
     lane.limit(plan.share.communication_ctas)
+    bring = beside.bring if beside is not None else None
     if plan.grain == "serial" and parcels == 1:
+        if beside is not None:
+            if bring is not None and carrier is not None:
+                bring(carrier)
+            beside.compute()
         product.start()
         for step in (carry, *followers):
             step(0)
@@ -65,7 +91,11 @@ def _overlap(
     priority = plan.share.communication_priority
     communication = fabric.stream("communication", priority=priority)
     following = [fabric.stream(f"following {number}", priority=priority) for number in range(1, len(followers) + 1)]
+    bringing = fabric.stream("beside", priority=priority) if bring is not None else None
     try:
+        if bringing is not None:
+            bringing.fork()
+            bringing.run(lambda: bring(carrier))  # type: ignore[misc,arg-type]
         if plan.grain == "signaled":
             product.prepare()
         else:
@@ -93,9 +123,13 @@ def _overlap(
                 stream.after(communication)
             for stream, step in zip(following, followers, strict=True):
                 stream.run(partial(followed, step))
+        if beside is not None:
+            if bringing is not None:
+                bringing.join()
+            beside.compute()
     except Exception as error:  # an interrupt does not wait for anybody
         give_up(fabric.group, error)
-        join(fabric.group, communication, *following)
+        join(fabric.group, *([bringing] if bringing is not None else []), communication, *following)
         raise
     join(fabric.group, communication, *following)
     lane.flush()

@@ -1,0 +1,176 @@
+"""One transformer layer, forward and backward, sequence parallel over two CPU ranks, against its serial forms.
+
+    overlapped   every operator by the strategy named: gathers and scatters beneath their matmuls, in both passes
+    serial       the same operators, each communication after or before its whole matmul, over the same lane
+    Megatron     the layer as it is commonly written: an autograd function for the gather and one for the scatter around
+                 plain matmuls, gathered again in the backward pass; over the same lane
+
+The link is emulated (lane dma, paced so that all that moves takes about as long as all that is computed), since a CPU's
+own copies would take the core that computes; `auto` is left out, as it might choose a lane that is not paced. All
+variants are interleaved; ratios are paired by round, with 95% intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import undertow as ut
+from undertow.collective.carry import Carrier
+from undertow.fabric.timer import Comparison, compare
+
+HIDDEN, INNER, HEADS, ROWS = 512, 1408, 8, 1024
+PACE = "100MB/s,20us"
+
+
+class Layer(torch.nn.Module):
+    """Attention and a gated feed-forward block, each after a norm, each added to what came in."""
+
+    def __init__(self, strategy: str) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": False, "sequence_parallel": True, "strategy": strategy}
+        unit = HIDDEN // HEADS
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(HIDDEN) for _ in range(2))
+        self.qkv = ut.nn.ColumnParallelLinear(HIDDEN, (HIDDEN,) * 3, unit=unit, **options)
+        self.out = ut.nn.RowParallelLinear(HIDDEN, HIDDEN, unit=unit, **options)
+        self.mlp = ut.nn.TensorParallelMLP(HIDDEN, INNER, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(_attention(*self.qkv(self.norms[0](x))))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Megatron(torch.nn.Module):
+    """The same with the weights of `layer`, as communication functions around plain matmuls."""
+
+    def __init__(self, layer: Layer, group: ut.Group) -> None:
+        super().__init__()
+        self.layer, self.group = layer, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer = self.layer
+        both = _linear(layer.norms[0](x), layer.qkv.weight, self.group)
+        q, k, v = both.split(layer.qkv.cut.sizes(self.group.rank), -1)
+        x = x + _Scatter.apply(_attention(q, k, v) @ layer.out.weight.t(), self.group)
+        gate, up = _linear(layer.norms[1](x), layer.mlp.up.weight, self.group).chunk(2, -1)
+        hidden = torch.nn.functional.silu(gate) * up
+        return x + _Scatter.apply(hidden @ layer.mlp.down.weight.t(), self.group)
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    heads = [one.view(one.shape[0], -1, HIDDEN // HEADS).transpose(0, 1) for one in (q, k, v)]
+    y = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+    return y.transpose(0, 1).reshape(q.shape[0], -1)
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, group: ut.Group) -> torch.Tensor:
+    return _GatherLinear.apply(x, weight, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _gather(x: torch.Tensor, group: ut.Group) -> torch.Tensor:
+    """Equal shards over lane dma, all of them before anything follows."""
+    whole = x.new_empty(x.shape[0] * group.size, x.shape[1])
+    parts = whole.chunk(group.size)
+    parts[group.rank].copy_(x)
+    lane = group.fabric.lane("dma")
+    carrier = Carrier(group.fabric, lane, x, x.numel())
+    carrier.send(0, [x.contiguous().view(-1)] * group.size)
+    carrier.receive(0, [one.view(-1) for one in parts])
+    lane.flush()
+    return whole
+
+
+def _scatter(y: torch.Tensor, group: ut.Group) -> torch.Tensor:
+    """This rank's rows of the sum over lane dma."""
+    lane, rows = group.fabric.lane("dma"), y.contiguous().chunk(group.size)
+    carrier = Carrier(group.fabric, lane, y, rows[0].numel())
+    carrier.give(0, [one.view(-1) for one in rows])
+    mine = rows[group.rank].view(-1)
+    total = torch.empty_like(mine)
+    carrier.reduce(0, mine, lambda parts: torch.add(parts[0], parts[1], out=total))
+    lane.flush()
+    return total.view(-1, y.shape[1])
+
+
+class _GatherLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: ut.Group) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return _gather(x, group) @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return _scatter(dy @ weight, ctx.group), dy.t() @ _gather(x, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, group: ut.Group) -> torch.Tensor:
+        ctx.group = group
+        return _scatter(y, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return _gather(dy, ctx.group), None
+
+
+def measure(rounds: int) -> tuple[Comparison, float]:
+    """The comparison, and the largest difference of a gradient from Megatron's, relative to its largest element."""
+    group = ut.init()
+    torch.manual_seed(0)
+    layers = {strategy: Layer(strategy) for strategy in ("serial:dma", "chunked:dma", "signaled:dma")}
+    first = layers["serial:dma"]
+    for layer in layers.values():
+        layer.load_state_dict(first.state_dict())
+    modules: dict[str, torch.nn.Module] = {"Megatron": Megatron(first, group), **layers}
+    x = torch.randn(ROWS // group.size, HIDDEN, generator=torch.Generator().manual_seed(group.rank))
+
+    def step(module: torch.nn.Module) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            given = x.clone().requires_grad_()
+            module(given).square().sum().backward()
+            assert given.grad is not None
+            return given.grad
+
+        return run
+
+    variants = {name: step(module) for name, module in modules.items()}
+    gradients = {}
+    for name, run in variants.items():
+        modules[name].zero_grad()
+        weights = [one.clone() for one in [run(), *(w.grad for w in modules[name].parameters() if w.grad is not None)]]
+        gradients[name] = torch.cat([(one / one.abs().max()).view(-1) for one in weights])
+    apart = max(float((one - gradients["Megatron"]).abs().max()) for one in gradients.values())
+    return compare(variants, repeats=rounds, reduce_max=group.reduce_max), apart
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    env = {"UNDERTOW_DMA_PACE": PACE}
+    found, apart = ut.launch(measure, 2, device="cpu", args=(options.rounds,), env=env)[0]
+    rows = {}
+    for name in found.names:
+        time, ratio = found.estimate(name), found.speedup(name, over="Megatron")
+        rows[name] = {"milliseconds": time.median * 1e3, "speed-up": [ratio.median, ratio.low, ratio.high]}
+    if options.json:
+        print(
+            json.dumps({"pace": PACE, "rows": ROWS, "hidden": HIDDEN, "inner": INNER, "apart": apart, "variants": rows})
+        )
+        return
+    print(f"{ROWS} rows of {HIDDEN}, inner {INNER}, 2 ranks, emulated link of {PACE}; gradients differ by {apart:.1e}")
+    for name, row in rows.items():
+        median, low, high = row["speed-up"]  # type: ignore[misc]
+        print(f"{name:>14}  {row['milliseconds']:8.1f} ms   {median:.2f}x over Megatron  [{low:.2f}, {high:.2f}]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Take a model that exists to tensor parallel: linear layers that a plan names are replaced by their shards.
+
+    ut.nn.parallelize(model, {"*.q_proj": ut.nn.Column(unit="head_dim"), "*.o_proj": ut.nn.Row(unit="head_dim")})
+
+A plan maps patterns (as of a shell: `*` is any text, dots too) of module names to what becomes of them. Every rank
+holds the whole model before, with the same weights, and its shards after. A pattern that matches nothing is refused: a
+plan that silently did nothing would look like one that works.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidArgument
+from ..fabric.registry import as_group, named
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .sharded import Sharded
+
+if TYPE_CHECKING:
+    from .sharded import AnyGroup
+
+Unit = int | str | tuple[str, ...]
+"""What stays together: a number, or attributes of the module around the layer, multiplied."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Cut by columns of the result. `gather_output`: every rank gets all of them."""
+
+    unit: Unit = 1
+    gather_output: bool = False
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """Cut by the inner dimension; the result is summed, or summed and scattered in the sequence-parallel form."""
+
+    unit: Unit = 1
+    sequence_parallel: bool = False
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Left whole on every rank, where it sees only the rank's part: gradients of its parameters are summed over ranks.
+
+    Norms of single heads, and, in the sequence-parallel form, norms of rows. `optional`: a model may have none.
+    """
+
+    optional: bool = False
+
+
+Style = Column | Row | Shared
+
+TRANSFORMER: Mapping[str, Style] = {
+    "*.q_proj": Column(unit=("head_dim", "num_key_value_groups")),
+    "*.k_proj": Column(unit="head_dim"),
+    "*.v_proj": Column(unit="head_dim"),
+    "*.o_proj": Row(unit=("head_dim", "num_key_value_groups")),
+    "*.gate_proj": Column(),
+    "*.up_proj": Column(),
+    "*.down_proj": Row(),
+    "*.self_attn.q_norm": Shared(optional=True),
+    "*.self_attn.k_norm": Shared(optional=True),
+}
+"""For decoders whose layers are named as in Llama (Qwen, Mistral and others): query heads follow their keys."""
+
+
+def parallelize(
+    model: torch.nn.Module, plan: Mapping[str, Style], *, group: AnyGroup = None, strategy: str = "auto"
+) -> torch.nn.Module:
+    """Replace, in place, every linear layer of `model` that `plan` names; returns the model.
+
+    The first pattern that matches a module counts. `strategy` is that of all the layers' operators. A copy of the
+    result loses the sums of `Shared` gradients, which are hooks.
+    """
+    on = as_group(group)
+    chosen = _chosen(model, plan)
+    _refuse_shared(model, chosen)
+    for name, style in chosen.items():
+        parent, _, child = name.rpartition(".")
+        around = model.get_submodule(parent)
+        linear = getattr(around, child)
+        if isinstance(style, Shared):
+            for parameter in linear.parameters():
+                parameter.register_hook(_Sum(on.name))
+            continue
+        unit = _unit(style.unit, around, name)
+        try:
+            setattr(around, child, _made(linear, style, unit, on.name, strategy))
+        except InvalidArgument as error:
+            facts = error.facts
+            raise InvalidArgument(**{**facts, "argument": f"{facts['argument']} of {name}"}) from error
+    return model
+
+
+def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
+    names = [name for name, module in model.named_modules() if name and not isinstance(module, Sharded)]
+    found: dict[str, Style] = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, (Column, Row, Shared)):
+            must = "a ut.nn.Column, Row or Shared"
+            raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must=must)
+        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matched and not (isinstance(style, Shared) and style.optional):
+            must = "one that matches a module; model.named_modules() lists them"
+            raise InvalidArgument(argument="a pattern of plan", was=repr(pattern), must=must)
+        for name in matched:
+            module = model.get_submodule(name)
+            if not isinstance(module, torch.nn.Linear) and not isinstance(style, Shared):
+                must = "a torch.nn.Linear: a narrower pattern leaves it out"
+                raise InvalidArgument(argument=f"{name}, matched by {pattern!r},", was=type(module).__name__, must=must)
+            found.setdefault(name, style)
+    return found
+
+
+def _refuse_shared(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
+    """A weight that two modules share cannot be cut for one of them."""
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    for name in (one for one, style in chosen.items() if not isinstance(style, Shared)):
+        shared = holders[id(model.get_submodule(name).weight)]
+        if len(shared) > 1:
+            must = "a weight of its own: leave the layer out of the plan, or untie it"
+            raise InvalidArgument(argument=f"{name}.weight", was=f"shared by {', '.join(shared)}", must=must)
+
+
+def _unit(unit: Unit, around: torch.nn.Module, name: str) -> int:
+    if isinstance(unit, int):
+        return unit
+    found = 1
+    for attribute in (unit,) if isinstance(unit, str) else unit:
+        value = getattr(around, attribute, None)
+        if not isinstance(value, int):
+            must = f"a whole number: {type(around).__name__} has none of that name, so give the unit as a number"
+            raise InvalidArgument(argument=f"attribute {attribute!r} around {name}", was=repr(value), must=must)
+        found *= value
+    return found
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A gradient summed over the ranks of a group."""
+
+    group: str
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        on, total = named(self.group), gradient.clone()
+        with on.connected("summing a gradient"):
+            dist.all_reduce(total, group=on.process_group)
+        return total
+
+
+def _made(linear: torch.nn.Linear, style: Column | Row, unit: int, group: str, strategy: str) -> Sharded:
+    if isinstance(style, Row):
+        return RowParallelLinear.from_linear(
+            linear, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel
+        )
+    return ColumnParallelLinear.from_linear(
+        linear, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel,
+        gather_output=style.gather_output,
+    )  # fmt: skip

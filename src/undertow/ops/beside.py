@@ -1,0 +1,103 @@
+"""The gradient of a weight, computed while the gradient of an input moves.
+
+    reference:  dw [K, N] = x [M, K]^T @ dz [M, N]
+
+Two forms, by what moves in the backward pass:
+
+- `Arriving`: rows of dz (or of x) come from other ranks for a matmul that overlaps with it; each parcel that has come
+  is multiplied for the weight too, before the next is waited for.
+- `Beside`: the rows that the weight's gradient needs are brought on a stream of their own while another matmul computes
+  what leaves, and the weight's matmul runs while the last of that is still under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..fabric import timeline
+from ..plan.plan import split
+
+if TYPE_CHECKING:
+    from ..collective.carry import Carrier
+
+_HALVES = (torch.float16, torch.bfloat16)
+_PARCELS = 4  # in which rows are gathered again: each needs room for one parcel only
+
+
+class Arriving:
+    """dw [K, N] = x [M, K]^T @ z [M, N] and the sum over rows of z, as rows of z arrive.
+
+    16-bit sums are kept in fp32 between parcels, and rounded once more in the end.
+    """
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._x = x
+        self._z = self._total = x
+
+    def begin(self, z: torch.Tensor) -> None:
+        """z [M, N], whose rows are still to come. May be called again: then everything starts anew."""
+        wide = torch.float32 if z.dtype in _HALVES else z.dtype
+        self._z, self._total = z, z.new_zeros(self._x.shape[1], z.shape[1], dtype=wide)
+
+    def add(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Rows (first, count) of z are here."""
+        for first, count in rows:
+            if not count:
+                continue
+            x, z = self._x[first : first + count], self._z[first : first + count]
+            with timeline.event("weight gradient", engine="compute", rows=count):
+                if self._total.dtype == z.dtype:
+                    self._total.addmm_(x.t(), z)
+                else:
+                    self._total += x.t() @ z
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self._total.to(self._z.dtype)
+
+    @property
+    def bias(self) -> torch.Tensor:
+        return self._z.sum(0)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """`compute` runs after the matmul, beside what still moves; `bring`, if any, before it and beside the matmul.
+
+    `longest`: elements of the longest piece that `bring` sends to another rank; the same on all ranks.
+    """
+
+    compute: Callable[[], None]
+    bring: Callable[[Carrier], None] | None = None
+    longest: int = 0
+
+
+def multiplied(x: torch.Tensor, dz: torch.Tensor, dw: torch.Tensor) -> None:
+    """dw [K, N] = x [M, K]^T @ dz [M, N]"""
+    with timeline.event("weight gradient", engine="compute", rows=x.shape[0]):
+        torch.mm(x.t(), dz, out=dw)
+
+
+def gathered_again(x: torch.Tensor, counts: Sequence[int], rank: int, use: Callable[[torch.Tensor], None]) -> Beside:
+    """`use(all rows)` of the x [M_r, K] of all ranks: kept as shards, gathered when the gradient needs them."""
+    firsts = [sum(counts[:source]) for source in range(len(counts))]
+    whole = x.new_empty(sum(counts), x.shape[1])
+    own = whole[firsts[rank] : firsts[rank] + counts[rank]]
+    pieces = [split(count, _PARCELS) for count in counts]
+
+    def part(source: int, parcel: int) -> torch.Tensor:
+        start, stop = pieces[source][parcel]
+        return whole[firsts[source] + start : firsts[source] + stop].view(-1)
+
+    def bring(carrier: Carrier) -> None:
+        own.copy_(x)
+        for parcel in range(_PARCELS):
+            carrier.send(parcel, [part(rank, parcel)] * len(counts))
+            carrier.receive(parcel, [part(source, parcel) for source in range(len(counts))])
+
+    longest = max(stop - start for cuts in pieces for start, stop in cuts) * x.shape[1]
+    return Beside(lambda: use(whole), bring, longest)

@@ -1,0 +1,71 @@
+"""Rank functions with Hugging Face models: the same call on several architectures, generation, and training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import undertow as ut
+
+SIZES = {"hidden_size": 48, "intermediate_size": 70, "num_hidden_layers": 2, "vocab_size": 97}
+HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}  # 3 over 2 ranks: heads do not divide
+STRATEGY = "chunked:peer"
+PLAN = {**ut.nn.TRANSFORMER, "lm_head": ut.nn.Column(gather_output=True)}
+
+
+def _model(architecture: str, dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(architecture, **SIZES, **HEADS, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    with torch.no_grad():  # biases and norms begin as constants, which would hide a mistake
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    return model
+
+
+def same_as_one_rank(architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Logits of a prefill, and tokens of a greedy generation with a cache, of the plain model and of its shards."""
+    ut.init()
+    plain = _model(architecture, dtype).eval()
+    model = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=STRATEGY)
+    prompt = torch.randint(3, SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(prompt)}
+    with torch.no_grad():
+        want, got = plain(prompt).logits, model(prompt).logits
+        tokens = [one.generate(prompt, **options).tolist() for one in (plain, model)]
+    held = sum(parameter.numel() for parameter in model.parameters())
+    return {
+        "error": float((got - want).abs().max() / want.abs().max()),
+        "same tokens": tokens[0] == tokens[1],
+        "share": held / sum(parameter.numel() for parameter in plain.parameters()),
+        "layers": sum(isinstance(one, ut.nn.Sharded) for one in model.modules()),
+    }
+
+
+def _losses(model: Any, steps: int) -> list[float]:
+    """Next-token prediction of a noisy periodic text, which two layers can learn."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    chance = torch.Generator().manual_seed(2)
+    found = []
+    for _ in range(steps):
+        start = torch.randint(0, 7, (4, 1), generator=chance)
+        text = 3 + (start + torch.arange(16)) % 7 * 11
+        optimizer.zero_grad()
+        loss = model(text, labels=text).loss
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def trained(architecture: str, steps: int, strategy: str) -> tuple[list[float], list[float], float]:
+    """Losses of the plain model and of its shards, and the largest error of a weight afterwards."""
+    ut.init()
+    plain = _model(architecture, torch.float32)
+    model = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=strategy)
+    want, got = _losses(plain, steps), _losses(model, steps)
+    whole, end = plain.state_dict(), ut.nn.full_state_dict(model)
+    return want, got, max(float((end[name] - whole[name]).abs().max()) for name in whole)
