@@ -65,7 +65,7 @@ def _join_job() -> None:
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     part = f"undertow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_times_joined}"
-    patience = timedelta(seconds=_deadline(None))
+    patience = timedelta(seconds=seconds_to_wait(None))
     store = dist.PrefixStore(part, dist.TCPStore(host, port, is_master=False, timeout=patience))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(_backend(), store=store, rank=rank, world_size=size)
@@ -88,11 +88,11 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | str | None, deadlin
         known = _groups.get(process_group.group_name)
         if known is not None and known.process_group is process_group and not known.closed:
             if deadline is not None:
-                known.deadline = _deadline(deadline)
+                known.deadline = seconds_to_wait(deadline)
             return known
         if known is not None:
             known.close()  # torch.distributed was torn down and made again under the same name
-        made = Group(process_group, default_device(), _deadline(deadline))
+        made = Group(process_group, default_device(), seconds_to_wait(deadline))
         _groups[process_group.group_name] = made
         made.when_closed = _forget
         _leave_at_exit()
@@ -113,7 +113,7 @@ def _forget(group: Group) -> None:
         del _groups[group.name]
 
 
-def _deadline(given: float | None) -> float:
+def seconds_to_wait(given: float | None) -> float:
     """Seconds that a wait may take, from the call or the environment."""
     name, value = ("deadline", given) if given is not None else (settings.DEADLINE.name, settings.DEADLINE.get())
     try:

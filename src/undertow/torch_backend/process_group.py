@@ -33,7 +33,7 @@ import torch.distributed as dist
 from .. import settings
 from ..collective import operators
 from ..fabric.group import Group
-from ..fabric.registry import as_group, default_device
+from ..fabric.registry import as_group, default_device, seconds_to_wait
 from . import NAME, fallback, lists
 from .handles import Queue, Several, Streams
 
@@ -107,7 +107,7 @@ class UndertowProcessGroup(dist.ProcessGroup):
         if found is None:
             seconds = self._timeout
             if settings.DEADLINE.name in os.environ:
-                seconds = min(seconds, float(settings.DEADLINE.get()))
+                seconds = min(seconds, seconds_to_wait(None))
             found = self._known_group = as_group(self, deadline=seconds)
         return found
 
