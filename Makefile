@@ -4,13 +4,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+# Tests that stay in one process each: two at a time. The others start ranks, which need both cores.
+SIDE_BY_SIDE := tests/plan tests/kernels $(wildcard tests/sim) $(addprefix tests/collective/test_,algorithms.py \
+	checker.py format_round_trips.py hostile_files.py in_process.py msccl_conformance.py msccl_defects.py \
+	msccl_import.py mscclang.py mscclpp_plans.py random_programs.py tied.py)
+
 .PHONY: demo test nightly lint gpu-test gpu-bench bench wheel-check clean
 
 demo: $(VENV)/.ready
 	$(BIN)/undertow demo
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not nightly and not gpu"
+	$(BIN)/python -m pytest -m "not nightly and not gpu" --numprocesses 2 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not nightly and not gpu" $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
 nightly: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest -m "not gpu"

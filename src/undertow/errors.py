@@ -116,6 +116,12 @@ class VirtualNodeUnavailable(UndertowError):
     template = "A virtual node of {ranks} ranks on one GPU needs CUDA MPS, but {reason}; {remedy}."
 
 
+class StillRunning(UndertowError, TimeoutError):
+    """A wait with a limit of its own that ended before what it waited for."""
+
+    template = "{what} is still running after the {seconds:g} s that its wait was given."
+
+
 class NotInitialised(UndertowError):
     """Use of a group before ut.init()."""
 
@@ -132,3 +138,21 @@ class UnusableTarget(UndertowError, ValueError):
     """A target of `undertow collective` that names no program, or whose file fails by itself."""
 
     template = "{target} cannot be used: {reason}."
+
+
+class UnreadableFile(UndertowError, ValueError):
+    """A schedule file that is damaged, too large, or in a form that nobody here reads."""
+
+    template = "{path} cannot be read: {reason}."
+
+
+class NotExpressible(UndertowError, ValueError):
+    """A schedule that another system's format or runtime has no room for."""
+
+    template = "{name} cannot be written as {format}: {reason}."
+
+
+class SimulationRefused(UndertowError):
+    """A simulation that cannot go on: a schedule that waits for ever, a graph in a circle, a trace that is damaged."""
+
+    template = "The simulation cannot run: {reason}."

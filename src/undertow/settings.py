@@ -32,12 +32,18 @@ FLIGHT_DIR = Setting(
 FLIGHT_RING = Setting("UNDERTOW_FLIGHT_RING", "", "Set by the launcher: where this rank records its calls.")
 BIND = Setting("UNDERTOW_BIND", "1", "1: a launch binds each CPU rank to its share of the cores, if there are enough.")
 LOG = Setting("UNDERTOW_LOG", "WARNING", "Level of the `undertow` logger.")
-CACHE_DIR = Setting("UNDERTOW_CACHE_DIR", "", "Folder of plans and machine files. Unset: the user's cache folder.")
+CACHE_DIR = Setting(
+    "UNDERTOW_CACHE_DIR", "", "Folder of plans, tables and machine files. Unset: the user's cache folder."
+)
 MPS = Setting("UNDERTOW_MPS", "auto", "`auto`, `off` (time slicing), or `require` (refuse without MPS).")
 DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."
 )
 DEVICE_INDEX = Setting("UNDERTOW_DEVICE_INDEX", "", "Index of a rank's GPU; the launcher sets it. Unset: `LOCAL_RANK`.")
+SIM_CORE = Setting("UNDERTOW_SIM_CORE", "", "`python`: the simulator's loops run uncompiled. Unset: with Numba.")
+CONFORMANCE = Setting(
+    "UNDERTOW_CONFORMANCE", "", "Folder of published tables of others. Unset: looked for beside the checkout."
+)
 
 
 def cache_folder() -> Path:

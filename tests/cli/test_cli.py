@@ -195,7 +195,7 @@ def test_demo(environment: dict[str, str], tmp_path: Path) -> None:
     assert [row[0] for row in rows] == STRATEGIES
     assert all(("emulated" in row[5]) == ("paced" in row[0]) for row in rows)
     assert "Every result equals the reference exactly, on all 2 ranks." in done.stdout
-    assert "Rows marked emulated are emulated: dma (paced) is an emulated link of 0.25 GB/s, 20 us." in done.stdout
+    assert "Rows marked emulated are emulated: dma (paced) is an emulated link of 1 GB/s, 20 us." in done.stdout
     assert f"is in {out}" in done.stdout.replace("\n", " ")
     _check_timeline(out)
     assert left_behind(environment[MARK]) == []

@@ -322,12 +322,12 @@ class Machine:
         assert not self._signals[:, -interpreter.WORD :].any(), "somebody posted beside the semaphores"
 
     def _check_memory(self, call: Call, fed: Bytes, found: Bytes) -> None:
-        """Outside outputs nothing has changed; in place, outside both buffers."""
+        """Outside outputs nothing has changed; in place, or where inputs may be used up, outside both buffers."""
         for rank, (before, after) in enumerate(zip(fed, found, strict=True)):
             given, out = self.places(call, rank)
             same = before == after
             same[out] = True
-            if self.schedule.in_place:
+            if self.schedule.in_place or not self.schedule.keeps_input:
                 same[given] = True
             if not same.all():
                 at = int(np.flatnonzero(~same)[0])

@@ -10,7 +10,7 @@ import ctypes
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -239,3 +239,18 @@ def test_steps_pack_as_the_driver_reads_them(modules: Any) -> None:
     world.run(0)
     assert ctypes.c_int32.from_address(signals.address(0, 1)).value == -5
     assert ctypes.c_int32.from_address(signals.address(0, 0)).value == 9
+
+
+def test_rows_too_far_apart_are_copied_one_by_one(modules: Any) -> None:
+    lanes, _, _ = modules
+
+    class Far(NamedTuple):
+        nbytes: int
+        address: int
+
+        def data_ptr(self) -> int:
+            return self.address
+
+    for step, runs in ((1 << 20, 1), ((1 << 31) - 1, 1), (1 << 31, 3)):
+        found = lanes._runs([(peer, 0, Far(64, peer * step)) for peer in range(3)], 0)
+        assert len(found) == runs

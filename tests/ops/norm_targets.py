@@ -123,3 +123,17 @@ def refusals() -> dict[str, str]:
     }
     found["usable"] = str(usable(group, "matmul_all_reduce"))
     return found
+
+
+def residuals_after_auto() -> list[float]:
+    """The first calls of a shape measure; what they leave in the residual must be what one call leaves."""
+    group = ut.init()
+    found = []
+    for _ in range(2):
+        x, w = torch.ones(256, 4), torch.ones(4, 64)
+        norm = torch.nn.RMSNorm(64).requires_grad_(False)
+        whole, part = torch.ones(256, 64), torch.ones(256 // group.size, 64)
+        ut.matmul_all_reduce(x, w, residual=whole, norm=norm, group=group)
+        ut.matmul_reduce_scatter(x, w, residual=part, norm=norm, group=group)
+        found += [float(whole.min()), float(whole.max()), float(part.min()), float(part.max())]
+    return found

@@ -236,3 +236,33 @@ def exact() -> list[str]:
 def alone() -> str:
     ut.init()
     return multiply().reason
+
+
+# -- deterministic -----------------------------------------------------------------------------------------------------
+
+
+def deterministic_bits() -> list[bool]:
+    """Sums in rank order have the same bits over every lane, also where the backend would sum in its own order."""
+    group = ut.init()
+    generator = torch.Generator().manual_seed(group.rank)
+    found = []
+    for rows in (64, 1, 517):
+        x, w = torch.randn(rows, 33, generator=generator), torch.randn(33, 29, generator=generator)
+        want = ut.matmul_all_reduce(x, w, strategy="serial:peer")
+        parts: list[torch.Tensor] = [torch.empty_like(want) for _ in range(group.size)]
+        torch.distributed.all_gather(parts, x @ w)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        for lane in ("net", "peer", "dma"):
+            plan = Plan("serial", lane, ((0, rows),), deterministic=True)
+            found.append(torch.equal(ut.matmul_all_reduce(x, w, plan=plan), total))
+    torch.use_deterministic_algorithms(True)
+    try:
+        ut.matmul_all_reduce(x, w)
+        said = ut.explain()
+        assert said is not None
+        found.append(said.plan.deterministic)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -226,3 +227,35 @@ def plans_name_their_program() -> list[bool]:
             alone = sentence(lambda: ut.matmul_all_reduce(x, w, group=group, plan=plan))  # noqa: B023
             found.append("plan.program is 'mine', but must be a program of the library" in alone)
     return found
+
+
+def in_runs(runs: int) -> co.Program:
+    """A new program, equal to the last one of as many runs."""
+
+    @co.program("all_reduce", chunks=runs)
+    def gathered(c: co.Trace) -> None:
+        for rank in range(c.ranks):
+            for run in range(runs):
+                c.tile_ready(c.rank(rank).input[run], run)
+        for run in range(runs):
+            total = c.rank(0).input[run].copy(c.rank(0).output[run])
+            for other in c.others(0):
+                total.reduce(c.rank(other).input[run])
+            for other in c.others(0):
+                total.copy(other)
+
+    return gathered
+
+
+def few_bands_and_many_programs() -> tuple[list[bool], int]:
+    """More runs than bands of tiles, whatever their number; and what a program costs that is made anew in each step."""
+    group = ut.init()
+    right = []
+    for runs in (7, 8, 9):
+        y = ut.matmul_all_reduce(torch.ones(5, 3), torch.ones(3, 4), group=group, program=in_runs(runs))
+        right.append(bool((y == 3 * group.size).all()))
+    counts = []
+    for _ in range(12):
+        ut.matmul_all_reduce(torch.ones(64, 3), torch.ones(3, 32), group=group, program=in_runs(4))
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return right, counts[-1] - counts[0]

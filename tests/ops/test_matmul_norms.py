@@ -54,3 +54,8 @@ def test_bad_input_is_one_sentence_and_the_group_goes_on() -> None:
             ),
             "usable": "True",
         }
+
+
+def test_trials_leave_the_residual_alone() -> None:
+    for found in ut.launch(targets.residuals_after_auto, 2, device="cpu", deadline=20):
+        assert found == [4.0 * 2 + 1] * 8

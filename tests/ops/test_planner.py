@@ -243,6 +243,31 @@ def test_what_cannot_run_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(one.measured is None for one in choice.candidates if not one.name.startswith("serial"))
 
 
+def test_a_plan_without_memory_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, 1)
+    real = bench.run
+
+    def exhaust(plan: Plan, lane: object) -> None:
+        if plan.grain == "signaled":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate much.")
+        real(plan, lane)
+
+    monkeypatch.setattr(bench, "run", exhaust)
+    choice = tuning.auto(bench.request(512))
+    assert choice.plan.grain != "signaled"
+    assert re.search(r"signaled:\w+ could not run \(rank 0: CUDA out of memory\)\.", choice.reason)
+    assert all(one.measured is None for one in choice.candidates if one.name.startswith("signaled"))
+
+
+def test_where_no_buffer_fits_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, 1)
+    monkeypatch.setattr(tuning, "_BUFFERS", 1 << 40)
+    choice = tuning.auto(bench.request(512))
+    assert bench.ran == []
+    assert choice.plan.grain == "serial"
+    assert "could not run (rank 0: " in choice.reason
+
+
 def test_a_group_forgets_its_oldest_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     known, choice = tuning.Known(), Choice(Plan("serial", "net", ((0, 1),)), "")
     monkeypatch.setattr(tuning, "_MOST", 3)
@@ -251,6 +276,11 @@ def test_a_group_forgets_its_oldest_problems(monkeypatch: pytest.MonkeyPatch) ->
         known.add(problem, choice)
     assert [known.find(problem) is not None for problem in problems] == [False, True, True, True]
     assert known.made == 4
+
+
+def test_deterministic_plans_sum_in_rank_order_over_every_lane() -> None:
+    for found in ut.launch(targets.deterministic_bits, 3, device="cpu", deadline=20):
+        assert found == [True] * 10
 
 
 # -- explain -----------------------------------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from typer.core import TyperGroup
 
 from .. import __version__, settings
 from ..errors import UndertowError, UnusableTarget
-from . import collective, plan
+from . import collective, collective_tune, plan
 from .demo import demo
 from .doctor import doctor
 from .profile import profile
 from .run import run
+from .sim import sim
 
 REFUSED = 1
 MISUSED = 2
@@ -64,8 +65,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (demo, run, doctor, profile):
+for _command in (demo, run, doctor, profile, sim):
     app.command(context_settings={"allow_interspersed_args": _command is not run})(_command)
+collective.app.command("tune")(collective_tune.tune)
 app.add_typer(collective.app, name="collective")
 app.add_typer(plan.app, name="plan")
 

@@ -1,17 +1,15 @@
-"""`undertow collective`: check, compile, run and time collective programs."""
+"""`undertow collective`: check, compile, show, run and time collective programs and schedule files."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from .collective_targets import Form, check_ranks, compiled, foreign_text, verdicts
 from .options import Device, check_writable
-
-if TYPE_CHECKING:
-    from ..collective.language import Program
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -63,6 +61,22 @@ class Reduction(StrEnum):
     min = "min"
 
 
+class Protocol(StrEnum):
+    """Of MSCCL: how messages are sent, and how many a connection holds."""
+
+    Simple = "Simple"
+    LL = "LL"
+    LL128 = "LL128"
+
+
+class Format(StrEnum):
+    """Of what is written."""
+
+    undertow = "undertow"
+    msccl = "msccl"
+    mscclpp = "mscclpp"
+
+
 class Rival(StrEnum):
     """Whom to measure against."""
 
@@ -71,9 +85,12 @@ class Rival(StrEnum):
 
 _COMPILING = "How it is compiled"
 ProgramArgument = Annotated[
-    str, typer.Argument(metavar="TARGET", help="FILE.py, FILE.py:NAME, or a program of the library.")
+    str,
+    typer.Argument(metavar="TARGET", help="FILE.py, FILE.py:NAME, FILE.xml, FILE.json, or a program of the library."),
 ]
-RanksOption = Annotated[int, typer.Option("--ranks", "-n", min=1, help="How many ranks.")]
+RanksOption = Annotated[
+    int | None, typer.Option("--ranks", "-n", min=1, help="How many ranks. Schedule files are for as many as they say.")
+]
 RootOption = Annotated[int, typer.Option(min=0, help="Of broadcast, reduce, gather and scatter.")]
 FormOption = Annotated[
     bool | None, typer.Option("--in-place/--out-of-place", help="Unset: both, where the program has both.")
@@ -83,7 +100,12 @@ BothTargetsOption = Annotated[Target, typer.Option("--target", help=_TARGETS)]
 OneTargetOption = Annotated[OneTarget, typer.Option("--target", help=_TARGETS)]
 NodesOption = Annotated[int, typer.Option(min=1, help="Nodes, with equally many ranks.", rich_help_panel=_COMPILING)]
 SlotsOption = Annotated[
-    int, typer.Option(min=1, help="Messages that a staged connection may hold.", rich_help_panel=_COMPILING)
+    int | None,
+    typer.Option(
+        min=1,
+        help="Messages that a staged connection may hold. Unset: 2, or as a file's protocol.",
+        rich_help_panel=_COMPILING,
+    ),
 ]
 DepthOption = Annotated[
     int, typer.Option(min=1, help="Iterations under way before scratch is used again.", rich_help_panel=_COMPILING)
@@ -97,72 +119,111 @@ InstancesOption = Annotated[
 TypeOption = Annotated[Type, typer.Option(help="Type of the elements.")]
 CpuOption = Annotated[Device, typer.Option(help="Only the CPU so far.")]
 
-app = typer.Typer(help="Check, compile, run and time collective programs.", no_args_is_help=True)
+app = typer.Typer(
+    help="Check, compile, show, run and time collective programs and schedule files.", no_args_is_help=True
+)
 
 
 @app.command()
 def check(
     program: ProgramArgument,
-    ranks: RanksOption,
+    ranks: RanksOption = None,
     in_place: FormOption = None,
     target: BothTargetsOption = Target.both,
     root: RootOption = 0,
     nodes: NodesOption = 1,
-    slots: SlotsOption = 2,
+    slots: SlotsOption = None,
     depth: DepthOption = 2,
     workers: WorkersOption = None,
     instances: InstancesOption = 1,
 ) -> None:
     """Say of every form of a program whether it is right in every order of events, or what is wrong and where."""
-    from ..collective.loading import load
-    from ..report.collective import Request, check
-
-    programs = load(program)
-    request = Request(ranks, nodes, root, _targets(target), in_place, slots, depth, workers, instances)
-    verdicts = []
-    for verdict in check(programs, request):
-        typer.echo(verdict.line(_width(programs)))
-        verdicts.append(verdict)
-    refused = sum(not one.right for one in verdicts)
+    form = Form(ranks, nodes, root, _targets(target), in_place, slots, depth, workers, instances)
+    found = []
+    for width, verdict in verdicts(program, form):
+        typer.echo(verdict.line(width))
+        found.append(verdict)
+    refused = sum(not one.right for one in found)
     if refused:
-        typer.echo(f"{refused} of {len(verdicts)} are refused.", err=True)
+        typer.echo(f"{refused} of {len(found)} are refused.", err=True)
         raise typer.Exit(1)
 
 
 @app.command("compile")
 def compile_(
     program: ProgramArgument,
-    ranks: RanksOption,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="All of it as JSON, instead of a listing.")] = None,
+    ranks: RanksOption = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="All of it in a file, instead of a listing.")] = None,
+    format_: Annotated[
+        Format | None, typer.Option("--format", help="Of the file. Unset: msccl for .xml, else undertow's own JSON.")
+    ] = None,
+    protocol: Annotated[Protocol | None, typer.Option(help="For msccl. Unset: Simple, or as in the file.")] = None,
     rank: Annotated[int, typer.Option(min=0, help="Whose part is listed.")] = 0,
     in_place: Annotated[bool, typer.Option("--in-place/--out-of-place")] = False,
-    target: OneTargetOption = OneTarget.staged,
+    target: Annotated[
+        OneTarget | None, typer.Option("--target", help=f"{_TARGETS} Unset: staged; direct for mscclpp.")
+    ] = None,
     root: RootOption = 0,
     nodes: NodesOption = 1,
-    slots: SlotsOption = 2,
+    slots: SlotsOption = None,
     depth: DepthOption = 2,
     workers: WorkersOption = None,
     instances: InstancesOption = 1,
 ) -> None:
     """List the schedule of one rank: what each worker waits for, moves and posts, with the lines of the program."""
-    from ..collective.loading import load
-    from ..report.collective import Request, headline, listing, to_json
+    from ..report.collective import headline, listing, to_json
 
+    written = format_ or (Format.msccl if out is not None and out.suffix == ".xml" else Format.undertow)
     if out is not None:
         check_writable(out)
-    request = Request(ranks, nodes, root, (target.value,), in_place, slots, depth, workers, instances)
-    schedules = [request.compile(request.trace(one), target.value, in_place) for one in load(program)]
+    chosen = target or (OneTarget.direct if written is Format.mscclpp else OneTarget.staged)
+    form = Form(ranks, nodes, root, (chosen.value,), in_place, slots, depth, workers, instances)
+    schedules = compiled(program, form)
     for schedule in schedules:
         for line in [headline(schedule)] if out is not None else listing(schedule, rank):
             typer.echo(line)
     if out is not None:
-        out.write_text(to_json(schedules))
+        if written is Format.undertow:
+            text = to_json(schedules)
+        else:
+            suffix = ".xml" if written is Format.msccl else ".json"
+            text = foreign_text(schedules, program, suffix, None if protocol is None else protocol.value)
+        out.write_text(text)
+
+
+@app.command()
+def show(
+    program: ProgramArgument,
+    ranks: RanksOption = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="An SVG file, instead of the terminal.")] = None,
+    columns: Annotated[int, typer.Option(min=8, help="Of the terminal.")] = 100,
+    in_place: Annotated[bool, typer.Option("--in-place/--out-of-place")] = False,
+    target: OneTargetOption = OneTarget.staged,
+    root: RootOption = 0,
+    nodes: NodesOption = 1,
+    workers: WorkersOption = None,
+) -> None:
+    """Draw which chunk goes where and when: ranks as rows, time to the right, colours by chunk."""
+    import sys
+
+    from ..report.collective_picture import flow, svg, terminal
+
+    if out is not None:
+        check_writable(out)
+    schedules = compiled(program, Form(ranks, nodes, root, (target.value,), in_place, workers=workers))
+    if out is not None:
+        out.write_text(svg(flow(schedules[0])))
+        typer.echo(f"{out}: {schedules[0].name}")
+        return
+    for schedule in schedules:
+        for line in terminal(flow(schedule), columns, sys.stdout.isatty()):
+            typer.echo(line)
 
 
 @app.command()
 def run(
     program: ProgramArgument,
-    ranks: RanksOption,
+    ranks: RanksOption = None,
     nbytes: Annotated[
         int, typer.Option("--bytes", metavar="SIZE", parser=size, show_default="1M", help="Of the longest buffer.")
     ] = 1 << 20,
@@ -172,29 +233,27 @@ def run(
     target: BothTargetsOption = Target.both,
     root: RootOption = 0,
     nodes: NodesOption = 1,
-    slots: SlotsOption = 2,
+    slots: SlotsOption = None,
     depth: DepthOption = 2,
     workers: WorkersOption = None,
     instances: InstancesOption = 1,
 ) -> None:
     """Run every form of a program on ranks of this machine, and compare each element with what it must be."""
-    from ..collective.loading import load
-    from ..report.collective import Request, check
     from ..report.collective_runs import check_device, run_once
 
     check_device(device.value)
-    programs = load(program)
-    request = Request(ranks, nodes, root, _targets(target), in_place, slots, depth, workers, instances)
-    verdicts = list(check(programs, request, search_slots=False))
-    for verdict in verdicts:
+    form = Form(ranks, nodes, root, _targets(target), in_place, slots, depth, workers, instances)
+    judged = list(verdicts(program, form, search_slots=False))
+    width, found = judged[0][0], [one for _, one in judged]
+    for verdict in found:
         if not verdict.right:
-            typer.echo(verdict.line(_width(programs)))
-    outcomes = run_once([one.schedule for one in verdicts if one.schedule is not None], nbytes, dtype.value)
+            typer.echo(verdict.line(width))
+    outcomes = run_once([one.schedule for one in found if one.schedule is not None], nbytes, dtype.value)
     for outcome in outcomes:
-        typer.echo(outcome.line(_width(programs)))
-    bad = sum(not one.right for one in verdicts) + sum(one.wrong > 0 for one in outcomes)
+        typer.echo(outcome.line(width))
+    bad = sum(not one.right for one in found) + sum(one.wrong > 0 for one in outcomes)
     if bad:
-        typer.echo(f"{bad} of {len(verdicts)} are refused or wrong.", err=True)
+        typer.echo(f"{bad} of {len(found)} are refused or wrong.", err=True)
         raise typer.Exit(1)
 
 
@@ -204,7 +263,7 @@ def bench(
         list[str],
         typer.Argument(metavar="TARGET...", help="As for the others, or a collective, for the library's own choice."),
     ],
-    ranks: RanksOption,
+    ranks: RanksOption = None,
     min_bytes: Annotated[int, typer.Option(metavar="SIZE", parser=size, show_default="1K", help="First size.")] = 1024,
     max_bytes: Annotated[int, typer.Option(metavar="SIZE", parser=size, show_default="64M", help="Largest size.")] = 64
     << 20,
@@ -218,21 +277,34 @@ def bench(
     target: OneTargetOption = OneTarget.staged,
     root: RootOption = 0,
     nodes: NodesOption = 1,
-    slots: SlotsOption = 2,
+    slots: SlotsOption = None,
     depth: DepthOption = 2,
     workers: WorkersOption = None,
     instances: InstancesOption = 1,
 ) -> None:
     """Time programs and collectives over a range of sizes, in the columns of nccl-tests."""
-    from ..collective.loading import load
-    from ..report.collective import Request
-    from ..report.collective_bench import CALL_FORMS, Sweep, bench, entry_for, entry_for_call, table, wrong_elements
+    from ..collective.loading import is_schedule_file, load
+    from ..report.collective_bench import (
+        CALL_FORMS,
+        Sweep,
+        bench,
+        entry_for,
+        entry_for_call,
+        entry_for_file,
+        table,
+        wrong_elements,
+    )
     from ..report.collective_runs import check_device
 
     check_device(device.value)
-    request = Request(ranks, nodes, root, (target.value,), in_place, slots, depth, workers, instances)
     entries = []
     for one in programs:
+        if is_schedule_file(one):
+            entries.append(entry_for_file(one, in_place, slots))
+            check_ranks(ranks, entries[-1].contract.ranks)
+            continue
+        form = Form(ranks, nodes, root, (target.value,), in_place, slots, depth, workers, instances)
+        request = form.request()
         if one in CALL_FORMS:
             entries.append(entry_for_call(one, request))
         else:
@@ -249,7 +321,3 @@ def bench(
 
 def _targets(chosen: Target) -> tuple[str, ...]:
     return ("staged", "direct") if chosen is Target.both else (chosen.value,)
-
-
-def _width(programs: list[Program]) -> int:
-    return max(len(one.name) for one in programs)

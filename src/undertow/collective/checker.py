@@ -68,7 +68,7 @@ class _Contents:
             self.item[place] = np.arange(first, last)
             self.begin_one[place], self.begin_two[place] = one[first:last], two[first:last]
             self.begin_class[place] = contract.item_class[first:last]
-            self.protected[place] = not schedule.in_place
+            self.protected[place] = schedule.keeps_input and not schedule.in_place
         for rank in range(contract.ranks):
             first, last = int(contract.first_output[rank]), int(contract.first_output[rank + 1])
             place = slice(int(schedule.first_atom[rank, OUTPUT]), int(schedule.first_atom[rank, OUTPUT]) + last - first)
@@ -200,6 +200,9 @@ def _refuse(
         reason = f"rank {poster} posts {b} times for rank {waiter}, but the schedule counts on"
         reason += f" {schedule.semaphore_posts[a]} a call or iteration"
         _raise(schedule, -1, reason, [])
+    if kind == core.TOO_LARGE:
+        reason = f"it is too large to be judged: {len(schedule.worker_rank)} workers, too many of them ahead of others"
+        _raise(schedule, int(row[b]), reason, [])
     name = schedule.chunk_name(atom)
     again = f", in iteration {iteration}" if iteration else ""
     if kind == core.WRONG:

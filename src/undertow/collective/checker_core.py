@@ -27,6 +27,8 @@ LENGTHS = 7  # instruction a adds chunks of different lengths, or says a wrong l
 WRONG = 8  # output `atom`, last written by instruction a (-1: by none), does not hold what the contract says
 INPUT_CHANGED = 9  # instruction a writes to the input `atom` of a call that is not in place
 POSTS = 10  # semaphore a is posted b times instead of what the schedule says
+TOO_LARGE = 11  # what posts teach, and nobody has learnt yet, would take more memory than is sensible
+MOST_LESSONS = 80_000_000  # 32-bit words
 _NOTHING = -1
 
 
@@ -250,6 +252,8 @@ def simulate(
                 lesson, free_lesson = free_lesson, lesson_next[free_lesson]
             else:
                 if used_lessons == len(lessons):
+                    if 2 * used_lessons * workers > MOST_LESSONS:
+                        return TOO_LARGE, worker, one, 0, iteration
                     more, links = np.empty((2 * used_lessons, workers), np.int32), np.empty(2 * used_lessons, np.int32)
                     more[:used_lessons], links[:used_lessons] = lessons, lesson_next
                     lessons, lesson_next = more, links

@@ -9,7 +9,6 @@ also is the form in which messages cross nodes. Both end in the same four verbs,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from . import passes
 from .contract import Contract
 from .language import COLUMNS, COPY, INPUT, NEEDED, OUTPUT, READY, REDUCE, Trace
 from .schedule import END, MOVE, START, Instructions, Schedule
+from .semaphores import distinct, number, starts
 from .synchronise import find_waits
 
 TARGETS = ("direct", "staged")
@@ -26,6 +26,7 @@ MAX_WORKERS = 64  # a rank
 SLOTS = 2
 DEPTH = 2
 _WINDOW_BYTES = 64 << 20
+_OF_START, _OF_PACKETS, _SORTS = 1, 2, 3  # sorts of semaphores
 Ints = NDArray[np.int32]
 
 
@@ -314,18 +315,18 @@ def _schedule(
     )  # fmt: skip
     classes = _classes(groups, memory, start_class)
     # Starts and ends as instructions of their own, first and last of their rank's first worker, where anybody cares.
-    starts = _distinct(waits[waits[:, 1] >= total, 1]) - total
-    ends = _distinct(waits[waits[:, 0] >= total, 0]) - total
-    extra = len(starts) + len(ends)
-    kind = np.concatenate([groups.kind, np.full(len(starts), START), np.full(len(ends), END)])
-    of_worker = np.concatenate([worker_of, start_worker[starts], start_worker[ends]])
-    rank_in_worker = np.concatenate([np.arange(1, total + 1), np.zeros(len(starts)), np.full(len(ends), total + 1)])
+    begins = distinct(waits[waits[:, 1] >= total, 1]) - total
+    ends = distinct(waits[waits[:, 0] >= total, 0]) - total
+    extra = len(begins) + len(ends)
+    kind = np.concatenate([groups.kind, np.full(len(begins), START), np.full(len(ends), END)])
+    of_worker = np.concatenate([worker_of, start_worker[begins], start_worker[ends]])
+    rank_in_worker = np.concatenate([np.arange(1, total + 1), np.zeros(len(begins)), np.full(len(ends), total + 1)])
     order = np.lexsort((rank_in_worker, of_worker))
     place = np.empty(total + extra, np.int64)
     place[order] = np.arange(total + extra)
     start_place, end_place = np.full(ranks, -1), np.full(ranks, -1)
-    start_place[starts] = place[total : total + len(starts)]
-    end_place[ends] = place[total + len(starts) :]
+    start_place[begins] = place[total : total + len(begins)]
+    end_place[ends] = place[total + len(begins) :]
     plain = place[:total]
 
     def moved(numbers: NDArray[np.int64], special: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -336,19 +337,10 @@ def _schedule(
     sizes = np.bincount(of_worker, minlength=len(used))
     worker_start = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
     of_place = of_worker[order]
-    # One semaphore for each pair of workers (and one for starts): its k-th post of an iteration is its k-th poster.
     from_start = waits[:, 1] >= total
     by_packet = _by_packet(groups, waits, total, memory) if packets else np.zeros(len(waits), np.bool_)
-    pair = (of_place[waited].astype(np.int64) * len(used) + of_place[waiter]) * 3 + from_start + 2 * by_packet
-    pairs = _distinct(pair)
-    semaphore = np.searchsorted(pairs, pair)
-    posting = _distinct(semaphore.astype(np.int64) * (total + extra) + waited)
-    post_semaphore, poster = posting // (total + extra), posting % (total + extra)
-    posts = np.bincount(post_semaphore, minlength=len(pairs))
-    first_post = np.cumsum(posts) - posts
-    value = np.searchsorted(posting, semaphore.astype(np.int64) * (total + extra) + waited) - first_post[semaphore] + 1
-    by_poster = np.argsort(poster, kind="stable")
-    by_waiter = np.argsort(waiter, kind="stable")
+    sort = np.where(from_start, _OF_START, np.where(by_packet, _OF_PACKETS, 0))
+    numbered = number(waiter, waited, back, sort, of_place, len(used), _SORTS)
     count = np.concatenate([groups.count, np.zeros(extra, np.int32)])[order]
     none = np.full(extra, -1, np.int32)
     instructions = Instructions(
@@ -356,14 +348,14 @@ def _schedule(
         count=count.astype(np.int32),
         number=np.concatenate([groups.number, none])[order],
         **_reordered(groups, order, extra),
-        class_start=_starts(count),
-        class_of=_regrouped(classes, _starts(groups.count), order, extra),
-        wait_start=_starts(np.bincount(waiter, minlength=total + extra)),
-        wait_semaphore=semaphore[by_waiter].astype(np.int32),
-        wait_value=value[by_waiter].astype(np.int32),
-        wait_back=back[by_waiter].astype(np.int32),
-        post_start=_starts(np.bincount(poster, minlength=total + extra)),
-        post_semaphore=post_semaphore[by_poster].astype(np.int32),
+        class_start=starts(count),
+        class_of=_regrouped(classes, starts(groups.count), order, extra),
+        wait_start=numbered.wait_start,
+        wait_semaphore=numbered.wait_semaphore,
+        wait_value=numbered.wait_value,
+        wait_back=numbered.wait_back,
+        post_start=numbered.post_start,
+        post_semaphore=numbered.post_semaphore,
         row=np.concatenate([groups.row, none])[order],
     )
     rows = trace.rows()
@@ -384,11 +376,11 @@ def _schedule(
         instructions=instructions,
         worker_start=worker_start,
         worker_rank=worker_rank,
-        semaphore_poster=(pairs // 3 // len(used)).astype(np.int32),
-        semaphore_waiter=(pairs // 3 % len(used)).astype(np.int32),
-        semaphore_posts=posts.astype(np.int32),
-        semaphore_of_start=pairs % 3 == 1,
-        semaphore_of_packets=pairs % 3 == 2,
+        semaphore_poster=numbered.poster,
+        semaphore_waiter=numbered.waiter,
+        semaphore_posts=numbered.posts,
+        semaphore_of_start=numbered.sort == _OF_START,
+        semaphore_of_packets=numbered.sort == _OF_PACKETS,
         codes=tuple(trace.codes),
         rows=rows[:, [COLUMNS.index("code"), COLUMNS.index("line")]],
     )
@@ -447,9 +439,9 @@ def _group(operations: _Operations, memory: _Memory, contract: Contract, enabled
     made = _Groups(
         np.where(kind == REDUCE, MOVE, kind).astype(np.int32), operations.count[first],
         np.where(kind >= READY, operations.source[first], -1).astype(np.int32), operations.executor[first],
-        operations.channel[first], operations.row[first], _starts(np.bincount(owners, minlength=groups)),
+        operations.channel[first], operations.row[first], starts(np.bincount(owners, minlength=groups)),
         atoms[order].astype(np.int32), operations.row[rows[order]],
-        _starts(np.bincount(group[storing], minlength=groups)), operations.to[storing], operations.row[storing],
+        starts(np.bincount(group[storing], minlength=groups)), operations.to[storing], operations.row[storing],
     )  # fmt: skip
     return _sorted_by_level(_without_dead_stores(made, memory, contract), memory.atoms) if enabled else made
 
@@ -491,8 +483,8 @@ def _without_dead_stores(groups: _Groups, memory: _Memory, contract: Contract) -
     reading = np.repeat(alive, np.diff(groups.source_start))
     return _Groups(
         groups.kind[alive], groups.count[alive], groups.number[alive], groups.executor[alive], groups.channel[alive],
-        groups.row[alive], _starts(np.diff(groups.source_start)[alive]), groups.source_atom[reading],
-        groups.source_row[reading], _starts(left[alive]), groups.store_atom[keep], groups.store_row[keep],
+        groups.row[alive], starts(np.diff(groups.source_start)[alive]), groups.source_atom[reading],
+        groups.source_row[reading], starts(left[alive]), groups.store_atom[keep], groups.store_row[keep],
     )  # fmt: skip
 
 
@@ -530,16 +522,6 @@ def _classes(groups: _Groups, memory: _Memory, start_class: Ints) -> Ints:
     return found
 
 
-def _distinct(values: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Sorted, each once; np.unique hashes first, which takes ten times as long here."""
-    ordered = np.sort(values)
-    return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
-
-
-def _starts(sizes: NDArray[np.signedinteger[Any]]) -> Ints:
-    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
-
-
 def _regrouped(values: Ints, start: Ints, order: NDArray[np.int64], extra: int) -> Ints:
     """The entries of compressed rows, rows in another order; `extra` empty rows at the end."""
     sizes = np.concatenate([np.diff(start), np.zeros(extra, np.int64)])[order]
@@ -550,7 +532,7 @@ def _regrouped(values: Ints, start: Ints, order: NDArray[np.int64], extra: int) 
 
 def _reordered(groups: _Groups, order: NDArray[np.int64], extra: int) -> dict[str, Ints]:
     def start(of: Ints) -> Ints:
-        return _starts(np.concatenate([np.diff(of), np.zeros(extra, np.int64)])[order])
+        return starts(np.concatenate([np.diff(of), np.zeros(extra, np.int64)])[order])
 
     return {
         "source_start": start(groups.source_start),

@@ -13,11 +13,20 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InvalidArgument, RankLost
-from ..fabric import timeline
+from ..fabric import atomics, timeline
 from ..fabric.base import SymmetricBuffer
 from ..fabric.flight import FlightRing
 from . import cpu_interpreter as interpreter
-from .bind import FIRST_WORKSPACE, MY_INPUT, MY_OUTPUT, Bound, bind, most_semaphores, workspace_bytes
+from .bind import (
+    FIRST_WORKSPACE,
+    MY_INPUT,
+    MY_OUTPUT,
+    Bound,
+    bind,
+    most_semaphores,
+    waits_for_kernels,
+    workspace_bytes,
+)
 
 if TYPE_CHECKING:
     from ..fabric.cpu import CpuFabric
@@ -33,8 +42,19 @@ TYPES = {
 }  # fmt: skip
 OPERATIONS = {"sum": interpreter.SUM, "max": interpreter.MAX, "min": interpreter.MIN, "avg": interpreter.SUM}
 _SPINS_ALONE, _SPINS_CROWDED = 200, 20  # then the core is offered to others: a busy machine may need it
+# Beside a thread that computes: it neither polls nor yields but sleeps at once. Whoever yields on a busy core loses its
+# turn to all others on it, and wakes late when a parcel is there.
+_SPINS_BESIDE = -atomics.YIELDS
 _LOGGED = 65536  # instructions of a call in a timeline
+_MOST_WORKSPACE = 64 << 20  # bytes of a rank
 _KEPT = 512  # bound programs: sizes may differ from call to call
+
+
+def stride_for(schedule: Schedule) -> int:
+    """Bytes of a staged chunk: the usual ones, or fewer where a schedule stages so many that memory would suffer."""
+    chunks = max(1, workspace_bytes(schedule, 1))
+    least = 16 * schedule.instances
+    return max(least, min(STRIDE, _MOST_WORKSPACE // chunks // least * least))
 
 
 class CpuExecutable:
@@ -71,6 +91,8 @@ class CpuExecutable:
         # A rank may be bound to one core: what counts is how many cores the ranks have together.
         cores = {core for theirs in group.exchange(sorted(os.sched_getaffinity(0)), "cores") for core in theirs}
         self._spins = _SPINS_CROWDED if len(group.local_ranks) > len(cores) else _SPINS_ALONE
+        if waits_for_kernels(schedule):
+            self._spins = _SPINS_BESIDE
 
     def run(
         self,

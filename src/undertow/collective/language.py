@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -263,6 +264,10 @@ class Trace:
         raise ProgramRefused(program=self.name, where=where, reason=reason, trace="")
 
 
+MADE: WeakValueDictionary[tuple[str, str], Program] = WeakValueDictionary()
+"""Every program of this process by name and signature: what a table by size may name."""
+
+
 class Program:
     """A traced function with its contract; made by `program`."""
 
@@ -279,6 +284,7 @@ class Program:
         self._collective = collective
         self._chunks = chunks
         self.ranks = collective.ranks if isinstance(collective, Contract) else ranks
+        MADE[self.name, self.signature] = self
 
     def __call__(self, trace: Trace) -> None:
         """A program may be a step of another one."""

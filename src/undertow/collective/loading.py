@@ -4,6 +4,8 @@
     FILE.py         every program that the file makes at its top level
     FILE.py:name    one of them
 
+Schedule files of other systems (`is_schedule_file`) hold no program; `formats.read` reads them.
+
 The file is run as Python runs a script, but not as `__main__`. What it raises, then or while one of its programs is
 traced, becomes one sentence with the line of the file.
 """
@@ -18,10 +20,16 @@ from types import ModuleType
 from ..errors import InvalidArgument, ProgramRefused, UndertowError, UnusableTarget
 from .algorithms import LIBRARY
 from .contract import BUILT_IN
+from .formats import SUFFIXES
 from .language import Program, Trace
 from .topology import Topology
 
 _SUFFIX = ".py"
+
+
+def is_schedule_file(target: str) -> bool:
+    """Whether `target` names a schedule of another system rather than a program."""
+    return target.endswith(SUFFIXES)
 
 
 def load(target: str) -> list[Program]:
@@ -70,7 +78,8 @@ def _unknown(target: str) -> str:
     if target in BUILT_IN:
         programs = ", ".join(one.name for one in LIBRARY.values() if one.collective == target)
         return f"it is a collective, of which the library has the programs {programs}"
-    return f"it is neither a file FILE{_SUFFIX} nor a program of the library, which has {', '.join(LIBRARY)}"
+    files = ", ".join(f"FILE{one}" for one in (_SUFFIX, *SUFFIXES))
+    return f"it is neither a file {files} nor a program of the library, which has {', '.join(LIBRARY)}"
 
 
 def _executed(path: str) -> ModuleType:

@@ -33,12 +33,14 @@ from ..fabric.flight_writer import call_text
 from ..fabric.group import Group
 from ..fabric.registry import as_group
 from ..plan.plan import split
+from . import tables
 from .algorithms import LIBRARY
 from .cpu_interpreter import DONE, perform
 from .cpu_runtime import CpuExecutable, Prepared
 from .language import Program
 from .runtime import Executable, executable
 from .selection import Choice, choose
+from .tables import Table
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     AnyGroup = Group | dist.ProcessGroup | DeviceMesh | None
 
 OPERATIONS = ("sum", "avg", "max", "min")
-_REDUCIBLE = (
+REDUCIBLE = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8,
 )  # fmt: skip
@@ -256,7 +258,8 @@ def _run(
     if in_place or not out.is_contiguous():
         out = source if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     nbytes = sum(spans) * source.element_size()
-    kind = _kind(collective, tuple(spans), source.dtype, in_place, op, program, root, on.device.type, on.nodes)
+    table = tables.of(on) if program is None else None
+    kind = _kind(collective, tuple(spans), source.dtype, in_place, op, program, root, on.device.type, on.nodes, table)
     with on.call(collective, kind.shape, kind.plan):
         if nbytes:
             run = _executable(on, kind)
@@ -311,7 +314,8 @@ def _remember(group: AnyGroup, program: Program | None, op: str, tensor: torch.T
     for dead in [key for key, known in _known.items() if known.over]:
         del _known[dead]
     spans = (tensor.numel(),)
-    kind = _kind("all_reduce", spans, tensor.dtype, True, op, program, 0, on.device.type, on.nodes)
+    table = tables.of(on) if program is None else None
+    kind = _kind("all_reduce", spans, tensor.dtype, True, op, program, 0, on.device.type, on.nodes, table)
     run = on.fabric.kept.get(kind.number)
     if isinstance(run, CpuExecutable):
         text = call_text(on.name, kind.collective, kind.shape, kind.plan)
@@ -349,11 +353,15 @@ def _kind(
     root: int,
     device: str,
     nodes: list[int] | tuple[int, ...],
+    table: Table | None,
 ) -> _Kind:
     """The words say all that ranks must agree on: they compare them, and one that means something else is told so."""
     nbytes = sum(spans) * dtype.itemsize
     choice = choose(collective, nbytes, device, Topology(tuple(nodes)))
     chosen = LIBRARY[choice.program] if program is None else program
+    measured = table.find(collective, nbytes) if table is not None else None
+    if measured is not None:
+        choice, chosen = measured
     with _numbers_lock:
         number = _numbers.setdefault((chosen, replace(choice, up_to=0), in_place, root), len(_numbers))
     cut = zlib.crc32(repr(spans).encode())
@@ -424,8 +432,8 @@ def _check_operation(op: str, tensor: torch.Tensor) -> None:
         raise InvalidArgument(argument="op", was=repr(op), must=f"one of {', '.join(OPERATIONS)}")
     if op == "avg" and not tensor.is_floating_point():
         raise InvalidArgument(argument="op", was="'avg'", must=f"sum, max or min for {tensor.dtype}")
-    if tensor.dtype not in _REDUCIBLE:
-        must = ", ".join(str(one).removeprefix("torch.") for one in _REDUCIBLE)
+    if tensor.dtype not in REDUCIBLE:
+        must = ", ".join(str(one).removeprefix("torch.") for one in REDUCIBLE)
         raise InvalidArgument(argument="tensor", was=f"of {tensor.dtype}", must=f"one of {must} to be reduced")
 
 

@@ -22,7 +22,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from types import CodeType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,10 @@ from numpy.typing import NDArray
 from ..errors import InvalidArgument
 from .contract import Contract
 from .topology import Topology
+
+if TYPE_CHECKING:
+    from ..sim.cluster import Cluster
+    from ..sim.schedules import Result
 
 MOVE, READY, NEEDED, START, END = 0, 2, 3, 4, 5  # kinds of instructions
 Ints = NDArray[np.int32]
@@ -87,6 +93,8 @@ class Schedule:
     semaphore_of_packets: NDArray[np.bool_]  # never posted: the flags in the packets say the same
     codes: tuple[CodeType, ...] = field(repr=False)
     rows: NDArray[np.int32] = field(repr=False)  # code and line of each operation
+    worker_channel: Ints | None = None  # of each worker, where the format it was read from numbers channels
+    keeps_input: bool = True  # False: a call that is not in place uses its input as scratch, as foreign ones may
 
     @property
     def ranks(self) -> int:
@@ -152,6 +160,23 @@ class Schedule:
             found.update(np.ascontiguousarray(one).tobytes())
         return found.hexdigest()[:16]
 
+    def save(self, path: str | Path) -> None:
+        """For another system: MSCCL's XML (a staged schedule) or an MSCCL++ plan in JSON (a direct one), by suffix."""
+        from .formats import write
+
+        write(self, path)
+
+    def simulate(self, machine: str | Path | Cluster, *, nbytes: int, **options: Any) -> Result:
+        """What a call takes on a machine that need not be here: a shipped one, a file, or a `Cluster`.
+
+        `nbytes`: of the longest buffer of a rank. See `undertow.sim.schedules.simulate` for the options.
+        """
+        from ..sim.cluster import Cluster
+        from ..sim.schedules import simulate
+
+        cluster = machine if isinstance(machine, Cluster) else Cluster.load(machine)
+        return simulate(self, cluster.network, nbytes=nbytes, rules=cluster.rules, **options)
+
     # -- words for people --------------------------------------------------------------------------------------------
 
     def chunk_name(self, atom: int) -> str:
@@ -161,11 +186,12 @@ class Schedule:
         return f"{self.buffers[buffer]}[{(atom - int(self.first_atom[rank, buffer])) // self.grain}] of rank {rank}"
 
     def where(self, row: int) -> str:
-        """File and line of an operation."""
+        """File and line of an operation; formats whose readers know no lines have line 0."""
         if row < 0 or row >= len(self.rows):
             return "its contract"
         code, line = self.rows[row]
-        return f"{self.codes[code].co_filename}:{line}"
+        path = self.codes[code].co_filename
+        return f"{path}:{line}" if line else path
 
     def describe(self, instruction: int) -> str:
         """One instruction in a line, with its source line."""

@@ -42,7 +42,8 @@ def equal_spans(contract: Contract, nbytes: int, item_size: int) -> list[int]:
 class Trial:
     """`source` and `out` are what a call takes. With `symmetric`, which makes buffers, other ranks may reach into them.
 
-    In place both lie in one memory, the shorter where the contract says.
+    In place both lie in one memory, the shorter where the contract says. `keeps_input`: a call that is not in place
+    must leave its input alone.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Trial:
         in_place: bool = False,
         operation: str = "sum",
         symmetric: Callable[[int, torch.dtype], SymmetricBuffer] | None = None,
+        keeps_input: bool = True,
     ) -> None:
         self.contract, self.rank, self.spans, self.dtype, self.in_place = contract, rank, spans, dtype, in_place
+        self._keeps_input = keeps_input and not in_place
         self._combine = OPERATIONS[operation]
         self._length = contract.class_lengths(spans, max(1, _ALIGNMENT // dtype.itemsize))
         counts = [[int(self._places(one, buffer)[-1]) for one in range(contract.ranks)] for buffer in (INPUT, OUTPUT)]
@@ -103,7 +106,7 @@ class Trial:
         """How many elements are not what they must be, and a few words about the first."""
         expected, known = self._expected
         found = [("output", self._memory[OUTPUT], expected, known)]
-        if not self.in_place:  # then the input must be left alone
+        if self._keeps_input:
             found.append(("input", self._memory[INPUT], self._given, torch.tensor(True)))
         count, said = 0, ""
         for name, memory, wanted, judged in found:

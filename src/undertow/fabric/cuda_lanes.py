@@ -29,6 +29,7 @@ Message = tuple[int, int, torch.Tensor]  # a peer, a slot, and where the bytes a
 _OVER = object()
 _UNSEEN = contextlib.nullcontext()
 _MOST_CHUNK = 8 << 20  # of 128 MB, chunks of 8 MB were fastest; whoever's it is, each costs the engine a pause
+_MOST_STEP = (1 << 31) - 1  # bytes between two rows of one copy: the driver's limit
 _FEW_RANKS, _MANY_SLOTS, _FEW_SLOTS = 4, 4, 2
 
 
@@ -320,7 +321,12 @@ def _runs(messages: Sequence[Message], offset: int) -> list[_Run]:
             last = runs[-1]
             step = address - last.address - (len(last.peers) - 1) * last.step
             even = len(last.peers) == 1 or step == last.step
-            if peer == last.peers.stop and (slot, size) == (last.slot, last.size) and even and step >= size:
+            if (
+                peer == last.peers.stop
+                and (slot, size) == (last.slot, last.size)
+                and even
+                and size <= step <= _MOST_STEP
+            ):
                 runs[-1] = last._replace(peers=range(last.peers.start, peer + 1), step=step)
                 continue
         runs.append(_Run(range(peer, peer + 1), slot, address, size, 0))

@@ -39,7 +39,8 @@ class NetLane(Lane):
 
     def __init__(self, group: Group) -> None:
         self._group = group
-        self._process_group = group.process_group
+        # A group of the backend "undertow" has its collectives from here: those of the backend behind it are meant.
+        self._process_group: dist.ProcessGroup = getattr(group.process_group, "carrier", group.process_group)
         self._on_device = group.device.type == "cuda"
         self._wire = group.gloo("lane net")  # of its own: a tag of the user's must never meet one of ours
         self._pending: list[tuple[dist.Work, torch.Tensor]] = []
@@ -50,7 +51,7 @@ class NetLane(Lane):
             group.on_abort(self._abort)
 
     def describe(self) -> str:
-        return f"torch.distributed ({dist.get_backend(self._process_group)})"
+        return f"torch.distributed ({self._process_group.name()})"
 
     def part(self) -> NetLane:
         """A lane over the same wire with slots and a `flush` of its own. All ranks ask for their parts in one order."""

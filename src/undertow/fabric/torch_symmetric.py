@@ -16,6 +16,8 @@ def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 def share(tensor: torch.Tensor, process_group: dist.ProcessGroup) -> tuple[list[torch.Tensor], Any]:
     """Every rank's tensor as a view here, and the handle that keeps the mappings. Collective."""
+    if hasattr(process_group, "carrier"):  # a group made in Python has no store that C++ could see: it is named here
+        symmetric.enable_symm_mem_for_group(process_group.group_name)
     handle = symmetric.rendezvous(tensor, process_group)
     count = tensor.numel()
     views = [

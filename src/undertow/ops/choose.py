@@ -28,7 +28,8 @@ class Request:
 
     `problem`: with what may differ between ranks as it is on this one. `same_on_all`: what ranks compare. `run` does
     the whole call with a plan over a lane and leaves the result in `output`; `matmul` only multiplies, to be timed.
-    `run_program` does the whole call where a collective program moves the parcels.
+    `run_program` does the whole call where a collective program moves the parcels. `changed`: tensors of the caller
+    that a call reads and then overwrites, so that a second call would give another result.
     """
 
     problem: Problem
@@ -39,6 +40,7 @@ class Request:
     run: Callable[[Plan, Lane], None]
     matmul: Callable[[], object]
     run_program: Callable[[ProgramCall], None] | None = None
+    changed: tuple[torch.Tensor, ...] = ()
 
     def execute(self, plan: Plan) -> None:
         """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""

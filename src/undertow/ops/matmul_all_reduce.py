@@ -123,7 +123,8 @@ def call(
     def execute_program(call: ProgramCall) -> None:
         run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
 
-    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program)
+    changed = after.changed if after else ()
+    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program, changed)
     perform(request, strategy, plan, program)
     return y
 
@@ -148,7 +149,8 @@ def run(
         parcels = [one[0] for one in reorder.pieces(problem.grid(plan), plan)]
     else:
         parcels = [(first * problem.n, rows * problem.n) for ((first, rows),) in chunks(problem.shards, plan)]
-    whole = isinstance(lane, NetLane)
+    # The backend sums in an order of its own, and may change it with the size of a call.
+    whole = isinstance(lane, NetLane) and not plan.deterministic
     longest = 0 if whole else max((-(-count // size) for _, count in parcels), default=0)
     carrier = Carrier(fabric, lane, y, longest)
     # Where an element's column is known before everything has arrived, and nothing needs whole rows.
@@ -160,7 +162,8 @@ def run(
 
     def carry(parcel: int) -> None:
         offset, count = parcels[parcel]
-        if isinstance(lane, NetLane):
+        if whole:
+            assert isinstance(lane, NetLane)
             if count:
                 lane.all_reduce(buffer[offset : offset + count])
             return

@@ -127,7 +127,8 @@ def call(
     def execute_program(call: ProgramCall) -> None:
         run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
 
-    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program)
+    changed = after.changed if after else ()
+    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program, changed)
     perform(request, strategy, plan, program)
     return y
 

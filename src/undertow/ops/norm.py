@@ -67,6 +67,11 @@ class After:
         return After(residual, norm)  # type: ignore[arg-type]
 
     @property
+    def changed(self) -> tuple[torch.Tensor, ...]:
+        """What a call reads and overwrites: the residual, where a norm leaves h in it."""
+        return (self.residual,) if self.residual is not None and self.norm is not None else ()
+
+    @property
     def text(self) -> str:
         """What ranks must agree on."""
         return (", residual" if self.residual is not None else "") + (

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..errors import UndertowError
@@ -109,14 +110,19 @@ def _overlap(
                 communication.fork()
 
             def sent(parcel: int = parcel) -> None:
-                product.await_parcel(parcel)
-                carry(parcel)
+                with half_way(fabric.group):
+                    product.await_parcel(parcel)
+                    carry(parcel)
+
+            def followed(step: Step, parcel: int = parcel) -> None:
+                with half_way(fabric.group):  # at once: the streams that are joined first may be waiting for this one
+                    step(parcel)
 
             communication.run(sent)
             for stream in following[:1]:  # my own part of the parcel is complete; what comes later needs all ranks'
                 stream.after(communication)
             for stream, step in zip(following, followers, strict=True):
-                stream.run(lambda step=step, parcel=parcel: step(parcel))  # type: ignore[misc]
+                stream.run(partial(followed, step))
         if beside is not None:
             if bringing is not None:
                 bringing.join()

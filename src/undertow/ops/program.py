@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 COLLECTIVES = {"matmul_all_reduce": "all_reduce", "matmul_reduce_scatter": "reduce_scatter"}
 GRAINS = ("signaled",)
-_LEAST_STRIDE = 64 << 10
+_LEAST_STRIDE, _SHARE_ALIGNMENT = 64 << 10, 16
+_MOST_TIED = 64  # programs of a group
 _EXECUTABLES, _TIED = object(), object()  # names of what is kept with a fabric
 
 
@@ -97,6 +98,8 @@ def _tied(group: Group, program: Program, collective: str, parcels: int) -> Tied
     key = (program, collective, parcels)
     found = kept.get(key)
     if found is None:
+        if len(kept) >= _MOST_TIED:
+            del kept[next(iter(kept))]
         found = kept[key] = tie(program, collective, Topology.of(group.nodes), parcels)
     return found
 
@@ -177,17 +180,18 @@ def _executable(fabric: Fabric, call: ProgramCall, longest: int) -> Executable:
     would wait for the last parcel.
     """
     plan, tied = call.plan, call.tied
-    stride = max(_LEAST_STRIDE, 1 << (longest - 1).bit_length())
+    ctas = plan.share.communication_ctas or 1
+    room = longest + _SHARE_ALIGNMENT * ctas  # each CTA's part of a chunk begins on so many bytes
+    stride = max(_LEAST_STRIDE, 1 << (room - 1).bit_length())
     if plan.lane != "peer" or len(fabric.group.local_ranks) != fabric.group.size:
         stride = min(stride, MOST_BYTES)
-    ctas = plan.share.communication_ctas or 1
     kept = cast("dict[object, Executable]", fabric.kept.setdefault(id(_EXECUTABLES), {}))
-    key = (tied, plan.lane, stride, ctas)
+    schedule = tied.schedule()
+    workers = int(np.bincount(schedule.worker_rank).max())
+    if fabric.group.device.type == "cuda" and plan.lane == "peer" and ctas // workers > 1:
+        schedule = tied.schedule(instances=ctas // workers)
+    key = (schedule.digest, plan.lane, stride)  # not the program: one that is decorated anew in every step is the same
     found = kept.get(key)
     if found is None:
-        schedule = tied.schedule()
-        workers = int(np.bincount(schedule.worker_rank).max())
-        if fabric.group.device.type == "cuda" and plan.lane == "peer" and ctas // workers > 1:
-            schedule = tied.schedule(instances=ctas // workers)
         found = kept[key] = executable(fabric, schedule, stride, plan.lane)
     return found

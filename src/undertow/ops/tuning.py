@@ -50,7 +50,10 @@ _MATMULS = 3
 _OVERHEAD_SECONDS = 0.07  # of the budget: searching for candidates, and what ranks tell each other
 _FAR = 3  # times as long as serial
 _PART = 2  # matmuls alone may take this part of the budget
-_CANNOT_RUN = (StrategyUnavailable, AllocationFailed, InvalidArgument)  # raised before anything moves, on all ranks
+_BUFFERS = 2  # of the size of the product: what a plan needs at most for itself
+_NO_MEMORY = (torch.OutOfMemoryError, MemoryError)
+# Raised before anything moves, on all ranks; for want of memory perhaps on one, which is why that is tried before.
+_CANNOT_RUN = (StrategyUnavailable, AllocationFailed, InvalidArgument, *_NO_MEMORY)
 
 Key = tuple[object, ...]
 
@@ -232,6 +235,23 @@ def _measured(request: Request, problem: Problem, budget_seconds: float) -> Choi
     plans = [_serial(problem, group)]  # the first rank's list counts, so only that one searches
     if group.rank == 0:
         plans = _worth_measuring(ranked(problem, machine, available(group)))
+    with _unchanged(request):
+        return _tried(request, problem, machine, plans, budget_seconds)
+
+
+@contextlib.contextmanager
+def _unchanged(request: Request) -> Iterator[None]:
+    """What calls change is afterwards as it was: the call that is being decided about comes after its trials."""
+    before = [one.clone() for one in request.changed]
+    try:
+        yield
+    finally:
+        for one, was in zip(request.changed, before, strict=True):
+            one.copy_(was)
+
+
+def _tried(request: Request, problem: Problem, machine: Machine, plans: list[Plan], budget_seconds: float) -> Choice:
+    group = request.group
     timer = _Timer(request)
     gemm, spent = None, 0.0
     if _PART * (1 + _MATMULS) * matmul_seconds(problem, machine, problem.multiprocessors, problem.m) <= budget_seconds:
@@ -246,7 +266,7 @@ def _measured(request: Request, problem: Problem, budget_seconds: float) -> Choi
         warm=timer.warm,
     )
     found = tuple(_candidate(trial, trial.plan == decision.plan) for trial in decision.trials)
-    return Choice(decision.plan, decision.reason, found, gemm, decision)
+    return Choice(decision.plan, " ".join([decision.reason, *timer.left_out()]), found, gemm, decision)
 
 
 def _worth_measuring(found: Sequence[tuple[Plan, Prediction]]) -> list[Plan]:
@@ -275,16 +295,37 @@ class _Timer:
 
     def __init__(self, request: Request) -> None:
         self._request, self._group = request, request.group
-        self._refused: set[Plan] = set()
+        self._refused: dict[Plan, str] = {}
 
     def warm(self, plan: Plan) -> None:
-        """Once untimed: lanes are opened, kernels compiled, workspaces allocated."""
+        """Once untimed: lanes are opened, kernels compiled, workspaces allocated. One rank that cannot stops all."""
+        said = self._group.exchange(self._without_room(), "whether there is room for a plan")
+        if not any(said):
+            said = self._group.exchange(self._attempt(plan), "whether a plan can run")
+        reason = next((f"rank {rank}: {one}" for rank, one in enumerate(said) if one), "")
+        if reason:
+            self._refused[plan] = reason
+
+    def _without_room(self) -> str:
+        """Why this rank has no memory for a plan's buffers; empty if it has. Tried apart: nobody waits for it yet."""
+        problem = self._request.problem
+        try:
+            torch.empty(_BUFFERS * problem.result_bytes, dtype=torch.uint8, device=self._group.device)
+        except (*_NO_MEMORY, RuntimeError) as error:  # torch's CPU allocator has no class of its own for it
+            return str(error).splitlines()[0]
+        return ""
+
+    def _attempt(self, plan: Plan) -> str:
         try:
             self._request.execute(plan)
             self._group.fabric.settle()
-        except _CANNOT_RUN:
-            self._refused.add(plan)
-        self._group.barrier()
+        except _CANNOT_RUN as error:
+            return str(error).splitlines()[0]
+        return ""
+
+    def left_out(self) -> list[str]:
+        """A sentence for each plan that could not run."""
+        return [f"{plan.name} could not run ({reason.rstrip('.')})." for plan, reason in self._refused.items()]
 
     def measure(self, plan: Plan) -> float:
         seconds = math.inf

@@ -1,8 +1,7 @@
 """Plans on disk: what was tuned once is not tuned again. Advisory: whatever is wrong with a file, it is a miss.
 
-One JSON file for each problem, machine and set of versions, in `plans` of the user's cache folder. A file is written
-under a name of its own and then renamed, so readers see all of it or none, and of several writers the last one wins.
-Nothing read here is executed: JSON, of bounded size, with every field checked.
+One JSON file (`plan.files`) for each problem, machine and set of versions, in `plans` of the user's cache folder, with
+every field checked.
 """
 
 from __future__ import annotations
@@ -10,9 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -22,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import settings
 from ..errors import InvalidArgument
+from . import files
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
     from .tuner import Trial
 
 FORMAT = "undertow plan 1"
-MOST_BYTES = 1 << 20
+MOST_BYTES = files.MOST_BYTES
 _FIELDS = {"format": str, "key": str, "machine": str, "versions": dict, "made": str, "reason": str, "plan": dict}
 
 
@@ -100,20 +97,10 @@ def store(
         "trials": [[one.plan.name, len(one.plan.parcels), one.predicted, _finite(one.median)] for one in trials],
         "gemm_seconds": gemm_seconds,
     }
-    scratch = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            scratch = file.name
-            json.dump(content, file, indent=1, sort_keys=True)
-        os.replace(scratch, path)
+        files.write(path, content)
     except OSError as error:
         _say("The plan of %s is not kept: %s", problem.key, error)
-        if scratch is not None:
-            with suppress(OSError):
-                os.unlink(scratch)
         return False
     return True
 
@@ -121,18 +108,11 @@ def store(
 def read(path: Path) -> Entry | None:
     """The content of one file; None if it is not there, or damaged, which is then said in one log line."""
     try:
-        return _parse(_bounded(path))
+        return _parse(files.read(path))
     except FileNotFoundError:
         return None
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-        OverflowError,
-    ) as error:  # InvalidArgument is a ValueError
-        _say("Plan file %s is damaged and is not used: %s", path, str(error).splitlines()[0] if str(error) else error)
+    except files.DAMAGE as error:
+        _say("Plan file %s is damaged and is not used: %s", path, files.first_line(error))
         return None
 
 
@@ -161,20 +141,7 @@ def _files() -> list[Path]:
     return sorted(folder().glob("[!.]*.json")) if folder().is_dir() else []
 
 
-def _bounded(path: Path) -> str:
-    """The text of an ordinary file that is not too large. A pipe would block, so it is opened without waiting."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("it is no ordinary file")
-        content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"it is larger than {MOST_BYTES} bytes")
-    return content.decode("utf-8")
-
-
-def _parse(text: str) -> Entry:
-    content = json.loads(text)
+def _parse(content: Any) -> Entry:
     if not isinstance(content, dict) or set(content) != {*_FIELDS, "trials", "gemm_seconds"}:
         raise ValueError("it has not the fields of a plan file")
     for name, kind in _FIELDS.items():

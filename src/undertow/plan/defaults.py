@@ -51,7 +51,8 @@ def program_plan(problem: Problem, lane: str, program: str, parcels: int | None 
     plan = Plan("signaled", lane, ((0, 0),), share, _tile(problem), order=problem.order, program=program)
     grid = problem.grid(plan)
     bands = sum(grid.band_counts)
-    stops = _stops(problem, bands) if parcels in (None, PARCELS) else [stop for _, stop in split(bands, parcels)]
+    usual = parcels is None or (parcels == PARCELS and bands >= PARCELS)
+    stops = _stops(problem, bands) if usual else [stop for _, stop in split(bands, parcels or 1)]
     bounds = [stop * grid.columns for stop in stops]
     return replace(plan, parcels=_parcels(bounds), group_bands=max(1, min(8, bands)))
 

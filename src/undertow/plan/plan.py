@@ -54,8 +54,8 @@ class Plan:
     - `order` is how tiles follow each other, `own_last` whether those a rank keeps come last in each parcel;
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
 
-    `program` names the collective program that moves a parcel, "" the lane's own. `deterministic`: sums are taken in
-    rank order, so that equal inputs give equal bits.
+    `program` names the collective program that moves the parcels, "" none. `deterministic`: sums are taken in rank
+    order over lane `net`, too, where the backend would choose one; over the others they always are.
     """
 
     grain: str

@@ -44,6 +44,10 @@ class Section:
                 raise self.refuse(name, self._data[name], f"absent; the names here are {', '.join(allowed)}")
         return list(self._data)
 
+    def left(self) -> list[str]:
+        """The names of what has not been read yet."""
+        return list(self._data)
+
     def text(self, key: str) -> str:
         value = self.take(key)
         if not isinstance(value, str) or not value:

@@ -79,6 +79,7 @@ class Verdict:
     seconds: float
     refusal: str = ""
     least_slots: int | None = None
+    note: str = ""
 
     @property
     def right(self) -> bool:
@@ -86,7 +87,7 @@ class Verdict:
 
     def line(self, width: int = 0) -> str:
         """One line; a refusal goes on below it, with its trace."""
-        cells = [f"{self.program:<{width}}", ranks_in_words(self.ranks)]
+        cells = [f"{self.program:<{width}}"] + ([ranks_in_words(self.ranks)] if self.ranks else [])
         if self.target:
             cells += [f"{self.target:<{max(map(len, TARGETS))}}", f"{form_in_words(self.in_place):<12}"]
         if self.schedule is not None:
@@ -95,6 +96,8 @@ class Verdict:
         cells.append("right" if self.right else "refused")
         if self.least_slots is not None:
             cells.append(f"least slots that work: {self.least_slots}")
+        if self.note:
+            cells.append(self.note)
         return "  ".join(cells) + (f"\n{self.refusal}" if self.refusal else "")
 
 

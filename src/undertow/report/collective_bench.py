@@ -18,13 +18,16 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
+from ..collective.checker import check as check_schedule
 from ..collective.contract import BUILT_IN, ROOTED, Contract
-from ..collective.cpu_runtime import CpuExecutable
+from ..collective.cpu_runtime import STRIDE, CpuExecutable, stride_for
+from ..collective.formats import read
 from ..collective.language import Program
 from ..collective.loading import meaning
 from ..collective.operators import CALLS
@@ -36,6 +39,7 @@ from ..fabric.launch import launch
 from ..fabric.registry import init
 from ..fabric.timer import WallClock, compare
 from .collective import Request, ranks_in_words
+from .collective_files import chosen_forms
 from .collective_runs import make_trial, sendable
 from .progress import progress_bar
 
@@ -79,6 +83,7 @@ class Entry:
     root: int
     forms: tuple[bool, ...]
     schedules: Mapping[bool, Schedule]
+    stride: int = STRIDE
 
     @property
     def direct(self) -> bool:
@@ -138,6 +143,17 @@ def entry_for(program: Program, request: Request) -> Entry:
     forms = tuple(request.forms(program, traced))
     schedules = {one: sendable(request.compile(traced, target, one)) for one in forms}
     return Entry(program.name, meaning(program), traced.contract, request.root, forms, schedules)
+
+
+def entry_for_file(path: str, in_place: bool | None, slots: int | None) -> Entry:
+    """A schedule file in the forms asked for; raises where one is refused."""
+    schedules = {one.in_place: one for one in chosen_forms(read(path, slots), in_place)}
+    for one in schedules.values():
+        check_schedule(one)
+    contract = next(iter(schedules.values())).contract
+    known = contract.name in BUILT_IN and contract.name not in ROOTED  # a file does not name its root
+    made = {form: sendable(one) for form, one in schedules.items()}
+    return Entry(Path(path).stem, contract.name if known else "", contract, 0, tuple(made), made)
 
 
 def entry_for_call(collective: str, request: Request) -> Entry:
@@ -223,7 +239,7 @@ class _Measuring:
         self._dtype: torch.dtype = getattr(torch, sweep.dtype)
         fabric = cast("CpuFabric", group.fabric)
         self._executables = {
-            (number, in_place): CpuExecutable(fabric, schedule)
+            (number, in_place): CpuExecutable(fabric, schedule, min(entry.stride, stride_for(schedule)))
             for number, entry in enumerate(entries)
             for in_place, schedule in entry.schedules.items()
         }
@@ -296,7 +312,10 @@ class _Measuring:
         shared = (entry.collective or number, in_place, direct)
         if shared not in trials:
             operation = self._sweep.operation
-            trials[shared] = make_trial(self.group, entry.contract, nbytes, self._dtype, in_place, direct, operation)
+            trials[shared] = make_trial(
+                self.group, entry.contract, nbytes, self._dtype, in_place, direct, operation,
+                keeps_input=all(one.keeps_input for one in entry.schedules.values()),
+            )  # fmt: skip
         return trials[shared]
 
     def _wrong(self, calls: Mapping[Key, tuple[Call, Trial]]) -> dict[Key, int]:

@@ -13,7 +13,7 @@ import torch
 
 from ..collective.bind import waits_for_kernels
 from ..collective.contract import Contract
-from ..collective.cpu_runtime import CpuExecutable
+from ..collective.cpu_runtime import CpuExecutable, stride_for
 from ..collective.schedule import Schedule
 from ..collective.trial import Trial, equal_spans, spans_of_buffer
 from ..errors import InvalidArgument
@@ -82,8 +82,11 @@ def run_rank(schedules: Sequence[Schedule], nbytes: int, dtype: str) -> list[Out
     of_type: torch.dtype = getattr(torch, dtype)
     outcomes = []
     for schedule in schedules:
-        trial = make_trial(group, schedule.contract, nbytes, of_type, schedule.in_place, not schedule.staged)
-        executable = CpuExecutable(cast("CpuFabric", group.fabric), schedule)
+        trial = make_trial(
+            group, schedule.contract, nbytes, of_type, schedule.in_place, not schedule.staged,
+            keeps_input=schedule.keeps_input,
+        )  # fmt: skip
+        executable = CpuExecutable(cast("CpuFabric", group.fabric), schedule, stride_for(schedule))
         trial.fill()
         executable.run(trial.source, trial.out, trial.spans)
         wrong, first = trial.wrong()
@@ -111,6 +114,7 @@ def make_trial(
     in_place: bool,
     direct: bool,
     operation: str = "sum",
+    keeps_input: bool = True,
 ) -> Trial:
     """Memory for calls of this size; where ranks reach into each other's, making it is collective."""
 
@@ -119,5 +123,5 @@ def make_trial(
 
     return Trial(
         contract, group.rank, equal_spans(contract, nbytes, dtype.itemsize), dtype, in_place=in_place,
-        operation=operation, symmetric=symmetric if direct else None,
+        operation=operation, symmetric=symmetric if direct else None, keeps_input=keeps_input,
     )  # fmt: skip

@@ -1,0 +1,122 @@
+"""`undertow sim`: programs, steps and traces on machines that need not be here."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .collective import size
+from .options import check_writable
+
+_MOST_SCALES = 64
+
+
+def sim(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", help="dlrm, transformer, a collective, a program, FILE.py, FILE.toml, FILE.et or PREFIX."
+        ),
+    ],
+    machine: Annotated[str, typer.Option(help="A shipped machine or a TOML file; 'list' names them.")] = "h100x8",
+    sweep: Annotated[str, typer.Option(help="nodes=8..1024 (doubling) or nodes=1,2,5. Unset: as the machine is.")] = "",
+    nbytes: Annotated[
+        int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of a collective, such as 64M.")
+    ] = 64 << 20,
+    tile: Annotated[
+        int | None, typer.Option(parser=size, metavar="SIZE", help="Bytes of a chunk that move at a time. Unset: all.")
+    ] = None,
+    timeline: Annotated[
+        Path | None, typer.Option(help="Write the fastest strategy at the last scale as a trace that Perfetto opens.")
+    ] = None,
+    chakra: Annotated[str, typer.Option(metavar="PREFIX", help="Write that step as a Chakra trace, PREFIX.0.et.")] = "",
+    why: Annotated[bool, typer.Option("--why", help="What would make it faster?")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs instead of people.")] = False,
+) -> None:
+    """Simulate a collective, a training step or a trace, and compare strategies at each scale."""
+    from ..errors import InvalidArgument
+    from ..report.progress import progress_bar
+    from ..report.simulation import Line, gains_table, lines_to_json, scale_table
+    from ..report.tables import show
+    from ..sim import chakra as chakra_files
+    from ..sim.cluster import Cluster, shipped_names
+    from ..sim.collectives import Collectives
+    from ..sim.targets import Answer, find, fits
+    from ..sim.what_if import what_if
+
+    if machine == "list":
+        for name in shipped_names():
+            typer.echo(f"{name:16} {Cluster.load(name).description}")
+        return
+    cluster = Cluster.load(machine)
+    scales = [cluster.shape.nodes] if not sweep else nodes_of(sweep)
+    chosen = find(target, nbytes, tile)
+    if timeline is not None:
+        check_writable(timeline)
+    lines: list[Line] = []
+    best: tuple[float, str, Answer] | None = None
+    with progress_bar(shown=True) as report:
+        total = len(scales) * len(chosen.strategies)
+        for nodes in scales:
+            scaled = cluster if nodes == cluster.shape.nodes else cluster.scaled(nodes)
+            known, best = Collectives(scaled), None
+            for name, run in chosen.strategies.items():
+                report(f"{name}, {scaled.ranks} ranks", len(lines) / total)
+                found = fits(lambda run=run, scaled=scaled, known=known: run(scaled, known))  # type: ignore[misc]
+                if isinstance(found, str):
+                    lines.append(Line(nodes, scaled.ranks, name, None, {}, found))
+                    continue
+                lines.append(Line(nodes, scaled.ranks, name, found.seconds, found.resources))
+                if best is None or found.seconds < best[0]:
+                    best = found.seconds, name, found
+    if best is None:
+        raise InvalidArgument(
+            argument="target", was=repr(target), must=f"one that runs on {machine} ({lines[-1].problem})"
+        )
+    gains = []
+    if why:
+        run = chosen.strategies[best[1]]
+        gains = what_if(scaled, lambda other: run(other, Collectives(other)).seconds)
+    if as_json:
+        found_gains = [{"what": gain.what, "speedup": gain.speedup} for gain in gains]
+        typer.echo(
+            json.dumps({"machine": cluster.name, "lines": lines_to_json(lines), "what_if": found_gains}, indent=1)
+        )
+    else:
+        show(scale_table(f"{chosen.name} on {cluster.name}: {cluster.description}", lines))
+        if gains:
+            show(gains_table(f"{best[1]} at {scaled.ranks} ranks", gains))
+    if timeline is not None:
+        best[2].timeline().save(timeline)
+        typer.echo(f"The timeline is {timeline}.", err=as_json)
+    if chakra:
+        if best[2].outcome is None:
+            raise InvalidArgument(argument="--chakra", was=repr(chakra), must="unset for a program: it has no step")
+        path = Path(f"{chakra}.0.et")
+        check_writable(path)
+        chakra_files.write(path, chakra_files.from_outcome(best[2].outcome, scaled))
+        typer.echo(f"The trace is {path}.", err=as_json)
+
+
+def nodes_of(text: str) -> list[int]:
+    """`nodes=8..1024` as 8, 16, 32, ...; `nodes=1,2,5` as it stands."""
+    from ..errors import InvalidArgument
+
+    doubling = re.fullmatch(r"nodes=(\d{1,12})\.\.(\d{1,12})", text)
+    listed = re.fullmatch(r"nodes=(\d{1,12}(?:,\d{1,12})*)", text)
+    found: list[int] = []
+    if doubling:
+        at, last = int(doubling[1]), int(doubling[2])
+        while 0 < at <= last and len(found) <= _MOST_SCALES:
+            found.append(at)
+            at *= 2
+    elif listed:
+        found = [int(one) for one in listed[1].split(",")]
+    if not found or min(found) < 1 or len(found) > _MOST_SCALES:
+        must = "nodes=LOW..HIGH or nodes=N,N,..., numbers of at least 1"
+        raise InvalidArgument(argument="--sweep", was=repr(text), must=must)
+    return found

@@ -1,0 +1,215 @@
+"""MSCCL's XML, read: the original files of msccl-tools and the dialects of Azure's and AMD's executors.
+
+The parser sees no document type, hence no entity can be declared; depth, elements and numbers are bounded. What a
+dialect adds (`outofplace`, `minBytes`, `maxBytes`, `nthreads`, ...) is optional, other attributes are kept as they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+from xml.parsers import expat
+
+from ...errors import UnreadableFile
+from .lanes import MOST_STEPS as MOST_STEPS_OF_ALL
+from .msccl import BUFFERS, COLLECTIVES, RECEIVES, SENDS, SLOTS, TYPES, Algorithm, Facts, Gpu, Step, Threadblock
+from .text import LONGEST_WORD, MOST_RANKS, damaged, read_bytes, shown, whole_number
+
+_LEVELS = ("algo", "gpu", "tb", "step")
+_KNOWN = frozenset(
+    {"name", "proto", "nchannels", "nchunksperloop", "ngpus", "coll", "inplace", "outofplace"}
+    | {"minBytes", "maxBytes", "nthreads"}
+)
+_MOST_ATTRIBUTES = 64
+
+
+def read(path: str | Path) -> Algorithm:
+    """The schedule in a file."""
+    return parse(read_bytes(path), str(path))
+
+
+def parse(data: bytes, path: str = "<bytes>") -> Algorithm:
+    """The schedule in the bytes of a file; `path` is for complaints."""
+    reader = _Reader(path)
+    reader.feed(data)
+    return reader.result()
+
+
+class _Element:
+    """What is open at one level: attributes, line, and what was found inside."""
+
+    __slots__ = ("attributes", "children", "line")
+
+    def __init__(self, attributes: dict[str, str], line: int) -> None:
+        self.attributes, self.line = attributes, line
+        self.children: dict[int, Any] = {}
+
+
+class _Reader:
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._open: list[_Element] = []
+        self._steps = 0
+        self._found: Algorithm | None = None
+        self._parser = parser = expat.ParserCreate()
+        parser.StartElementHandler = self._start
+        parser.EndElementHandler = self._end
+        parser.StartDoctypeDeclHandler = self._refuse_doctype
+        parser.CharacterDataHandler = self._text
+
+    def feed(self, data: bytes) -> None:
+        try:
+            self._parser.Parse(data, True)
+        except UnreadableFile:
+            raise
+        except expat.ExpatError as error:
+            damaged(self._path, error.lineno, f"this is no XML: {expat.ErrorString(error.code)}")
+        except (ValueError, LookupError) as error:
+            damaged(self._path, self._line, f"its encoding cannot be used: {shown(str(error))}")
+
+    def result(self) -> Algorithm:
+        if self._found is None:
+            self._damaged("there is no algo in it")
+        return self._found
+
+    @property
+    def _line(self) -> int:
+        return int(self._parser.CurrentLineNumber)
+
+    def _damaged(self, reason: str, line: int | None = None) -> NoReturn:
+        damaged(self._path, self._line if line is None else line, reason)
+
+    def _refuse_doctype(self, *_: object) -> None:
+        self._damaged("a document type has no place here, as it could declare entities")
+
+    def _text(self, text: str) -> None:
+        if text.strip():
+            self._damaged(f"text ({shown(text.strip())}) has no place here")
+
+    def _start(self, name: str, attributes: dict[str, str]) -> None:
+        depth = len(self._open)
+        if depth == 0 and name == "msccl_algos":
+            self._damaged("it lists schedules instead of being one; name one of the files it lists")
+        if depth == len(_LEVELS) or name != _LEVELS[depth]:
+            inside = f"inside {_LEVELS[depth - 1]}" if depth else "outermost"
+            wanted = f"only {_LEVELS[depth]} can" if depth < len(_LEVELS) else "nothing can"
+            self._damaged(f"{shown(name)} stands {inside}, where {wanted}")
+        if len(attributes) > _MOST_ATTRIBUTES:
+            self._damaged(f"{name} has {len(attributes)} attributes, more than {_MOST_ATTRIBUTES}")
+        if name == "step":
+            self._steps += 1
+            if self._steps > MOST_STEPS_OF_ALL:
+                self._damaged(f"there are more than {MOST_STEPS_OF_ALL} steps")
+        self._open.append(_Element(attributes, self._line))
+
+    def _end(self, name: str) -> None:
+        element = self._open.pop()
+        if name == "algo":
+            self._found = self._algorithm(element)
+            return
+        number, made = {"gpu": self._gpu, "tb": self._threadblock, "step": self._step}[name](element)
+        siblings = self._open[-1].children
+        if number in siblings:
+            self._damaged(f"{name} {number} stands here twice", element.line)
+        siblings[number] = made
+
+    # -- elements ------------------------------------------------------------------------------------------------------
+
+    def _step(self, element: _Element) -> tuple[int, Step]:
+        number = self._number(element, "s", 0)
+        kind = self._word(element, "type", (*TYPES, "ra"))
+        if kind == "ra":
+            self._damaged("step type 'ra' is known to MSCCL's reader, but no runtime implements it", element.line)
+        places = []
+        for buffer, offset in (("srcbuf", "srcoff"), ("dstbuf", "dstoff")):
+            least = -1 if kind == "nop" else 0
+            places.append((self._word(element, buffer, tuple(BUFFERS)), self._number(element, offset, least)))
+        count = self._number(element, "cnt", 0)
+        block, step = self._number(element, "depid", -1), self._number(element, "deps", -1)
+        if (block < 0) != (step < 0):
+            self._damaged(f"depid is {block} and deps is {step}, but both or none must be -1", element.line)
+        depends_on = None if block < 0 else (block, step)
+        published = self._number(element, "hasdep", 0, 1) == 1
+        return number, Step(kind, places[0], places[1], count, depends_on, published, element.line)
+
+    def _threadblock(self, element: _Element) -> tuple[int, Threadblock]:
+        number = self._number(element, "id", 0)
+        send, receive = self._number(element, "send", -1), self._number(element, "recv", -1)
+        channel = self._number(element, "chan", 0 if max(send, receive) >= 0 else -1)
+        steps: tuple[Step, ...] = self._dense(element, "step")
+        for step in steps:
+            if step.count and ((step.type in SENDS and send < 0) or (step.type in RECEIVES and receive < 0)):
+                verb, attribute = ("sends", "send") if step.type in SENDS and send < 0 else ("receives", "recv")
+                self._damaged(f"a step of type {step.type} {verb}, but {attribute} of its tb is -1", step.line)
+        return number, Threadblock(send, receive, max(channel, 0), steps)
+
+    def _gpu(self, element: _Element) -> tuple[int, Gpu]:
+        number = self._number(element, "id", 0)
+        sizes = [self._number(element, name, 0) for name in ("i_chunks", "o_chunks", "s_chunks")]
+        return number, Gpu(sizes[0], sizes[1], sizes[2], self._dense(element, "tb"))
+
+    def _algorithm(self, element: _Element) -> Algorithm:
+        ranks = self._number(element, "ngpus", 1, MOST_RANKS)
+        gpus: tuple[Gpu, ...] = self._dense(element, "gpu")
+        if len(gpus) != ranks:
+            self._damaged(f"ngpus is {ranks}, but there are {len(gpus)} of them", element.line)
+        collective = self._word(element, "coll", tuple(COLLECTIVES))
+        protocol = self._word(element, "proto", tuple(SLOTS)) if "proto" in element.attributes else "Simple"
+        chunks = self._number(element, "nchunksperloop", 1)
+        in_place = self._number(element, "inplace", 0, 1, default=0) == 1
+        apart = self._number(element, "outofplace", 0, 1, default=int(not in_place)) == 1
+        forms = tuple(form for form, meant in ((False, apart or not in_place), (True, in_place)) if meant)
+        facts = Facts(
+            protocol,
+            forms,
+            self._bytes(element, "minBytes"),
+            self._bytes(element, "maxBytes"),
+            self._number(element, "nthreads", 1) if "nthreads" in element.attributes else None,
+            tuple((name, value) for name, value in element.attributes.items() if name not in _KNOWN),
+        )
+        name = element.attributes.get("name", collective)
+        if len(name) > LONGEST_WORD or not name.isprintable():
+            self._damaged(f"name is {shown(name)}, but must be a word of at most {LONGEST_WORD} letters", element.line)
+        return Algorithm(name, collective, chunks, gpus, facts)
+
+    # -- attributes ----------------------------------------------------------------------------------------------------
+
+    def _dense(self, element: _Element, what: str) -> tuple[Any, ...]:
+        found = element.children
+        for number in range(len(found)):
+            if number not in found:
+                self._damaged(f"{what} {number} is missing among {len(found)}", element.line)
+        return tuple(found[number] for number in range(len(found)))
+
+    def _attribute(self, element: _Element, name: str) -> str:
+        value = element.attributes.get(name)
+        if value is None:
+            self._damaged(f"{_LEVELS[len(self._open)]} has no {name}", element.line)
+        return value
+
+    def _number(
+        self, element: _Element, name: str, least: int, most: int | None = None, default: int | None = None
+    ) -> int:
+        if default is not None and name not in element.attributes:
+            return default
+        text = self._attribute(element, name)
+        value = whole_number(text)
+        if value is None or value < least or (most is not None and value > most):
+            bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
+            self._damaged(f"{name} is {shown(text)}, but must be a whole number {bounds}", element.line)
+        return value
+
+    def _bytes(self, element: _Element, name: str) -> int | None:
+        """A size, which may have more digits than a count."""
+        text = element.attributes.get(name)
+        if text is None:
+            return None
+        if not (text.isascii() and text.isdigit() and len(text) < 20):
+            self._damaged(f"{name} is {shown(text)}, but must be a number of bytes", element.line)
+        return int(text)
+
+    def _word(self, element: _Element, name: str, known: tuple[str, ...]) -> str:
+        value = self._attribute(element, name)
+        if value not in known:
+            self._damaged(f"{name} is {shown(value)}, but must be one of {', '.join(known)}", element.line)
+        return value

@@ -1,0 +1,106 @@
+"""What a link does with a message: one after the other, or all at once with equal shares. Compiled loops.
+
+*FIFO.* A message that reaches a link at t begins there at max(t, when the link is free) and keeps it for
+service = bytes / rate (or what the link's curve says). Cut-through: it goes on as soon as it begins, and its end is not
+before the end of what still arrives; store-and-forward: it goes on when it ends.
+
+*Max-min fair.* Every message moves over all its links at one rate. Rates grow together until a link is full; the
+messages on it keep what they have, the others grow on. No message can get more without one that has less losing some.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from .compiled import compiled
+
+FREE, BUSY, MOVED, RATE, LATENCY = range(5)  # columns of links: seconds, seconds, bytes, bytes per second, seconds
+LINK_COLUMNS = 8
+ROUTE, SPEED = 1, 2  # columns of messages
+CURVE_FROM, CURVE_TO = 5, 6  # rows of `curves`; equal where the link has none
+
+
+@compiled
+def service_seconds(link, nbytes, links, curves):
+    """Seconds for which a message keeps a link. Curves hold logarithms; outside them: `plan.machine.at`'s rule."""
+    first, last = int(links[link, CURVE_FROM]), int(links[link, CURVE_TO])
+    if first == last or nbytes <= 0:
+        return nbytes / links[link, RATE]
+    amount = math.log(nbytes)
+    if amount <= curves[first, 0]:
+        return math.exp(curves[first, 1])
+    if amount >= curves[last - 1, 0]:
+        return math.exp(curves[last - 1, 1] + amount - curves[last - 1, 0])
+    at = first + 1
+    while curves[at, 0] < amount:
+        at += 1
+    share = (amount - curves[at - 1, 0]) / (curves[at, 0] - curves[at - 1, 0])
+    return math.exp(curves[at - 1, 1] + share * (curves[at, 1] - curves[at - 1, 1]))
+
+
+@compiled
+def serve(link, now, nbytes, arrives, forwards, links, curves):
+    """Put a message through a FIFO link: when it begins there and when its last byte has left.
+
+    `arrives`: when its last byte gets here. While that is late, the link has time for others.
+    """
+    service = service_seconds(link, nbytes, links, curves)
+    begin = max(now, links[link, FREE])
+    end = begin + service
+    links[link, FREE] = end
+    links[link, BUSY] += service
+    links[link, MOVED] += nbytes
+    if not forwards and arrives > end:
+        end = arrives
+    return begin, end
+
+
+@compiled
+def fair_rates(active, count, message_i, message_f, route_start, route_link, links, room, users, touched):
+    """Fill the speeds of the first `count` active messages, bytes per second. `room` and `users` are per link, users 0.
+
+    Progressive filling: the link that fills first decides for its messages, then the rest share what is left.
+    """
+    used = 0
+    for index in range(count):
+        message = active[index]
+        message_f[message, SPEED] = -1.0
+        route = message_i[message, ROUTE]
+        for entry in range(route_start[route], route_start[route + 1]):
+            link = route_link[entry]
+            if users[link] == 0:
+                room[link] = links[link, RATE]
+                touched[used] = link
+                used += 1
+            users[link] += 1
+    left = count
+    while left > 0:
+        least = np.inf
+        for index in range(used):
+            link = touched[index]
+            if users[link] > 0 and room[link] / users[link] < least:
+                least = room[link] / users[link]
+        bound = least * (1 + 1e-12)
+        for index in range(count):
+            message = active[index]
+            if message_f[message, SPEED] >= 0:
+                continue
+            route = message_i[message, ROUTE]
+            for entry in range(route_start[route], route_start[route + 1]):
+                link = route_link[entry]
+                if room[link] / users[link] <= bound:
+                    message_f[message, SPEED] = -2.0  # rooms change only when all messages of this round are found
+        for index in range(count):
+            message = active[index]
+            if message_f[message, SPEED] == -2.0:
+                message_f[message, SPEED] = least
+                left -= 1
+                route = message_i[message, ROUTE]
+                for entry in range(route_start[route], route_start[route + 1]):
+                    link = route_link[entry]
+                    users[link] -= 1
+                    room[link] = max(0.0, room[link] - least)
+    for index in range(used):
+        users[touched[index]] = 0

@@ -1,0 +1,170 @@
+"""A compiled schedule on a network: the same instructions that the executors run, timed instead of run.
+
+    result = simulate(schedule, network, nbytes=64 << 20)
+    result.seconds, result.busy("nvlink")           # with traced=True also `timelines.schedule_timeline(result)`
+
+What moves are chunks as the contract cuts the call's spans; long chunks move tile by tile, one tile an iteration, as
+`tile` says. A schedule that is not right in every order of events is refused, not timed: `check=False` is for those
+that were checked when they were compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collective.schedule import MOVE, Schedule
+from ..errors import InvalidArgument, SimulationRefused
+from . import core
+from .links import BUSY, MOVED
+from .moves import moves_of
+from .network import Floats, Network
+from .state import State
+
+MOST_EVENTS = 2_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a network and its ranks behave, apart from what links can do.
+
+    `fair`: messages share links equally, else they follow each other. `store_and_forward`: a message leaves a link when
+    it has arrived whole. `step_seconds`: what a worker spends on an instruction before anything moves.
+    `message_seconds`: what the receiver adds to a message. `call_seconds`: what a call takes before its first step.
+    `worker_rate`: bytes per second that one worker of one instance copies. `memory_rate`: bytes per second that a rank
+    reads and writes, all workers together; with `copies_are_free`, for sums only.
+    """
+
+    fair: bool = False
+    store_and_forward: bool = False
+    step_seconds: float = 0.0
+    message_seconds: float = 0.0
+    worker_rate: float = math.inf
+    memory_rate: float = math.inf
+    call_seconds: float = 0.0
+    copies_are_free: bool = False
+
+    def copy_rate(self, instances: int) -> float:
+        """Bytes per second that a worker copies with all its instances: each byte is read and written."""
+        return min(instances * self.worker_rate, self.memory_rate / 2)
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a simulation found. `link_seconds` and `link_bytes`: of each link, busy and carried. `log`: if traced.
+
+    `memory`: bytes of all that was under way at once."""
+
+    seconds: float
+    events: int
+    flights: int
+    network: Network
+    link_seconds: Floats
+    link_bytes: Floats
+    schedule: Schedule = field(repr=False)
+    arrivals: Floats = field(repr=False)
+    log: Floats = field(repr=False)
+    memory: int = 0
+
+    def busy(self, kind: str) -> float:
+        """Seconds for which the busiest link of a kind had work."""
+        names = [one.name for one in self.network.links.kinds]
+        if kind not in names:
+            raise InvalidArgument(argument="kind", was=repr(kind), must=f"one of {', '.join(dict.fromkeys(names))}")
+        chosen = np.isin(self.network.links.kind_of(), [at for at, name in enumerate(names) if name == kind])
+        return float(self.link_seconds[chosen].max(initial=0.0))
+
+    def algorithm_bandwidth(self, nbytes: int) -> float:
+        """Bytes per second, as benchmarks count a call's size."""
+        return nbytes / self.seconds if self.seconds else math.inf
+
+
+def simulate(
+    schedule: Schedule,
+    network: Network,
+    *,
+    nbytes: int | None = None,
+    spans: Sequence[int] | None = None,
+    tile: int | None = None,
+    rules: Rules | None = None,
+    ready: NDArray[np.float64] | None = None,
+    traced: bool = False,
+    check: bool = True,
+    most_events: int = MOST_EVENTS,
+) -> Result:
+    """Run one call of `schedule`, whose longest buffer on a rank has `nbytes`, or whose spans have these bytes each.
+
+    `tile`: bytes of a chunk that an iteration moves, None for all of it. `ready[rank, p]`: seconds at which parcel p of
+    a rank is complete, for schedules that wait for a kernel. `traced` keeps what ran when.
+    """
+    rules = rules if rules is not None else Rules()
+    if schedule.ranks != network.ranks:
+        must = f"of {schedule.ranks} ranks, as schedule {schedule.name} is made for"
+        raise InvalidArgument(argument="network", was=f"of {network.ranks} ranks", must=must)
+    if rules.fair and any(kind.points for kind in network.links.kinds):
+        raise InvalidArgument(argument="sharing", was="'fair' with links that have curves", must="'fifo' for them")
+    if check:
+        from ..collective.checker import check as check_schedule
+
+        check_schedule(schedule)
+    class_bytes = _class_bytes(schedule, nbytes, spans)
+    longest = float(class_bytes.max(initial=0.0))
+    if tile is not None and tile < 1:
+        raise InvalidArgument(argument="tile", was=tile, must="at least 1")
+    tile_bytes = longest if tile is None else float(tile)
+    iterations = max(1, math.ceil(longest / tile_bytes)) if tile_bytes else 1
+    moves = moves_of(schedule, network)
+    given = np.zeros((schedule.ranks, 1)) if ready is None else np.asarray(ready, np.float64)
+    parcels = max(given.shape[1], int(schedule.instructions.number.max(initial=-1)) + 1)
+    ready_at = np.zeros((schedule.ranks, parcels))
+    ready_at[:, : given.shape[1]] = given
+    links, curves = network.tables()
+    state = State(moves, links, ready_at.ravel(), traced)
+    fixed = (
+        moves.steps, moves.waits, moves.posts, moves.pulls, moves.pushes,
+        _busy_per_byte(schedule, rules)[moves.instruction], moves.class_of, class_bytes, tile_bytes,
+        2.0 if schedule.packets else 1.0, moves.workers, iterations, moves.semaphores.copy(),
+        moves.signal_seconds, moves.route_start, moves.route_link,
+        moves.request_seconds, links, curves, rules.fair, rules.store_and_forward, rules.step_seconds,
+        rules.message_seconds, ready_at.ravel(), state.needed, parcels, traced, most_events,
+    )  # fmt: skip
+    while (verdict := core.run(*fixed, *state.arrays)) == core.FULL:
+        state.grow()
+    if verdict == core.TOO_MANY:
+        raise SimulationRefused(reason=f"{schedule.name} has more than {most_events} events")
+    if len(state.blocked):
+        rank = int(schedule.worker_rank[state.blocked[0]])
+        raise SimulationRefused(reason=f"{schedule.name} ends with rank {rank} waiting for a post that never comes")
+    log = state.log
+    log[:, core.LOG_STEP] = moves.instruction[log[:, core.LOG_STEP].astype(np.int64)]
+    return Result(
+        rules.call_seconds + state.seconds, state.events, state.flights, network, links[:, BUSY].copy(),
+        links[:, MOVED].copy(), schedule,
+        state.needed.reshape(schedule.ranks, parcels), log, state.nbytes,
+    )  # fmt: skip
+
+
+def _class_bytes(schedule: Schedule, nbytes: int | None, spans: Sequence[int] | None) -> Floats:
+    contract = schedule.contract
+    if (nbytes is None) == (spans is None):
+        raise InvalidArgument(argument="nbytes", was="given with spans, or neither", must="one of the two")
+    if spans is None:
+        assert nbytes is not None
+        if nbytes < 0:
+            raise InvalidArgument(argument="nbytes", was=nbytes, must="at least 0")
+        per_buffer = max(1, max(*contract.inputs, *contract.outputs) // contract.factor)
+        # Fractions of a byte are fine here: what is simulated is cut exactly evenly.
+        return np.full(contract.spans * contract.factor, nbytes / per_buffer / contract.factor)
+    return contract.class_lengths(spans).astype(np.float64)
+
+
+def _busy_per_byte(schedule: Schedule, rules: Rules) -> Floats:
+    """Seconds a byte: what an instruction reads and writes, at the pace of its worker."""
+    one = schedule.instructions
+    touches = (np.diff(one.source_start) + np.diff(one.store_start)) / 2
+    counts = (one.kind == MOVE) & ((np.diff(one.source_start) > 1) | (not rules.copies_are_free))
+    return np.where(counts, touches / rules.copy_rate(schedule.instances), 0.0)

@@ -1,0 +1,92 @@
+"""Whole training steps as small graphs: what a rank computes, which collectives it takes part in, in which order.
+
+    step = Step(cluster)
+    bottom = step.compute("bottom mlp", flops=2e12)
+    looked = step.compute("embedding", nbytes=4e9)
+    sent = step.collective("all_to_all", 64 << 20, after=[looked])
+    step.compute("top mlp", flops=4e12, after=[bottom, sent])
+    step.run().seconds
+
+All ranks do the same, so one stands for all; a pipeline has one for each stage. Computing takes
+max(flops / peak, bytes / memory bandwidth) of the cluster's device: a roofline, an optimist's guess; `seconds` says
+better where a kernel was measured. Collectives are run on the cluster's links (`collectives`). Communication goes by
+streams (engines) of its own, one after the other in each. Where the cluster has an interference model, kernels and
+collectives slow each other as it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import InvalidArgument
+from ..plan.interference import Interference
+from .cluster import Cluster
+from .collectives import Collectives
+from .tasks import COMPUTE, Outcome, Task, Tasks
+
+NET = "net"
+
+
+class Step:
+    """Collects the operations of a step. Each call gives a number by which others wait for it."""
+
+    def __init__(
+        self, cluster: Cluster, collectives: Collectives | None = None, interference: Interference | None = None
+    ) -> None:
+        self.cluster = cluster
+        self.collectives = collectives if collectives is not None else Collectives(cluster)
+        self._tasks = Tasks(interference if interference is not None else cluster.interference)
+
+    def compute(
+        self,
+        name: str,
+        *,
+        flops: float = 0.0,
+        nbytes: float = 0.0,
+        seconds: float | None = None,
+        after: Sequence[int] = (),
+        stage: int = 0,
+    ) -> int:
+        """A kernel on all multiprocessors of the device."""
+        if seconds is None:
+            device = self.cluster.device
+            seconds = max(flops / device.peak, nbytes / device.memory_bandwidth)
+        sms = self.cluster.device.multiprocessors
+        return self._tasks.add(
+            Task(name, (stage,), COMPUTE, seconds, tuple(after), multiprocessors=sms, resource="computing")
+        )
+
+    def collective(
+        self,
+        collective: str,
+        nbytes: float,
+        *,
+        group: str = "all",
+        after: Sequence[int] = (),
+        name: str = "",
+        stream: str = NET,
+        stage: int = 0,
+        multiprocessors: int = 0,
+    ) -> int:
+        """A collective of the group's ranks; `nbytes` of the longest buffer of a rank."""
+        timing = self.collectives.time(collective, nbytes, group)
+        resource = f"{collective} over {timing.link}" if timing.link else collective
+        task = Task(
+            name or collective, (stage,), stream, timing.seconds, tuple(after), 0.0, NET, timing.bytes_per_second,
+            multiprocessors, resource, {"bytes": round(nbytes), "group": group, "collective": collective},
+        )  # fmt: skip
+        return self._tasks.add(task)
+
+    def send(self, nbytes: float, *, source: int, destination: int, after: Sequence[int] = ()) -> int:
+        """From one stage of a pipeline to another: a message from a rank to its place on the next node."""
+        if source == destination:
+            raise InvalidArgument(argument="destination", was=destination, must="another stage than the source")
+        timing = self.collectives.message(nbytes)
+        task = Task(
+            "send", (source,), f"to stage {destination}", timing.seconds, tuple(after), 0.0, "stages",
+            timing.bytes_per_second, 0, f"send over {timing.link}", {"bytes": round(nbytes)},
+        )  # fmt: skip
+        return self._tasks.add(task)
+
+    def run(self) -> Outcome:
+        return self._tasks.run()

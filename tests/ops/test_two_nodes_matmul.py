@@ -1,0 +1,40 @@
+"""The matmul operators between two nodes: two network namespaces joined by a link of 1 Gbit/s, over Gloo."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from undertow.collective.algorithms import LIBRARY
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "fabric"))
+import test_two_hosts as two_hosts  # noqa: E402 - the hosts are built there
+
+GAIN = 1.3  # of signaled over serial where the matmul takes as long as its communication
+
+hosts = two_hosts.hosts
+
+
+@pytest.mark.nightly
+@two_hosts.needs_namespaces
+def test_a_matmul_across_two_nodes(
+    hosts: two_hosts.Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every result is exact, or the script fails."""
+    LIBRARY["ring"].compile(2, target="staged")  # fills Numba's cache: four ranks at once would take long
+    monkeypatch.setattr(two_hosts, "SCRIPT", HERE / "two_nodes_matmul_script.py")
+    with two_hosts.running(hosts, tmp_path, "check") as agents:
+        two_hosts.await_exits(agents, 90, tmp_path)
+        assert [agent.returncode for agent in agents] == [0, 0], two_hosts.output_of(tmp_path)
+    found: list[dict[str, Any]] = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    assert all(one["nodes"] == [0, 0, 1, 1] for one in found)
+    seconds = found[0]["seconds"]
+    with capsys.disabled():
+        print(f"\ntwo nodes, 1 Gbit/s, 2048 x {found[0]['inner']} x 1024: ", end="")
+        print(", ".join(f"{name} {time * 1e3:.0f} ms" for name, time in seconds.items()))
+    assert seconds["serial"] >= GAIN * seconds["signaled"]

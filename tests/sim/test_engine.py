@@ -1,0 +1,226 @@
+"""The engine against closed forms, against itself in plain Python, and against schedules that lack a wait."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sim_cases
+from sim_cases import BANDWIDTH, LATENCY, switch
+
+from undertow.collective import LIBRARY, Schedule
+from undertow.errors import InvalidArgument, ProgramRefused, SimulationRefused
+from undertow.sim import core
+from undertow.sim.cluster import Cluster
+from undertow.sim.compiled import CORE
+from undertow.sim.network import LinkKind
+from undertow.sim.schedules import Rules, simulate
+from undertow.sim.timelines import critical_path, schedule_timeline
+from undertow.sim.topologies import FullyConnected, Switch, Torus
+
+SIZE = 1 << 28
+EXACT = 1e-9
+
+
+def _staged(name: str, ranks: int, fuse: bool = True) -> Schedule:
+    return LIBRARY[name].compile(ranks=ranks, target="staged", fuse=fuse)
+
+
+@pytest.mark.parametrize("fair", [False, True])
+@pytest.mark.parametrize("ranks", [2, 8, 16])
+def test_closed_forms_on_a_switch(ranks: int, fair: bool) -> None:
+    """S bytes, n ranks, B bytes per second, latency L: what textbooks say of each algorithm."""
+    share, rounds = (ranks - 1) / ranks * SIZE / BANDWIDTH, math.log2(ranks)
+    forms = {
+        "ring": 2 * (ranks - 1) * (SIZE / ranks / BANDWIDTH + LATENCY),
+        "two_shot": 2 * (share + LATENCY),
+        "halving_doubling": 2 * share + 2 * rounds * LATENCY,
+        "all_to_all_direct": share + LATENCY,
+        "all_gather_direct": share + LATENCY,
+        "reduce_scatter_direct": share + LATENCY,
+        "all_gather_ring": (ranks - 1) * (SIZE / ranks / BANDWIDTH + LATENCY),
+        "broadcast_tree": rounds * (SIZE / BANDWIDTH + LATENCY),
+        "reduce_tree": rounds * (SIZE / BANDWIDTH + LATENCY),
+    }
+    for name, seconds in forms.items():
+        # Fused, sends of one chunk in several rounds are one instruction, and all of them are posted with the last.
+        schedule = _staged(name, ranks, fuse=name != "broadcast_tree")
+        found = simulate(schedule, switch(ranks), nbytes=SIZE, rules=Rules(fair=fair), check=False)
+        assert found.seconds == pytest.approx(seconds, rel=1e-5), name
+
+
+def test_one_post_for_several_rounds_costs_time() -> None:
+    """What fusing does to a tree, in units of one message: 6 rounds instead of 3; tiles make up for most of it."""
+    unit = SIZE / BANDWIDTH
+    fused = _staged("broadcast_tree", 8)
+    assert simulate(fused, switch(8, latency=0.0), nbytes=SIZE).seconds == pytest.approx(6 * unit)
+    assert simulate(fused, switch(8, latency=0.0), nbytes=SIZE, tile=SIZE // 64).seconds < 3.2 * unit
+
+
+def test_direct_target_asks_and_waits_for_the_answer() -> None:
+    """Sums are pulled: a signal, a request and the data, L each; copies are pushed: L. The last sum streams on."""
+    ranks = 8
+    schedule = LIBRARY["ring"].compile(ranks=ranks, target="direct")
+    found = simulate(schedule, switch(ranks), nbytes=SIZE)
+    steps = 2 * (ranks - 1) * SIZE / ranks / BANDWIDTH
+    assert found.seconds == pytest.approx(steps + (4 * (ranks - 1) - 1) * LATENCY, rel=EXACT)
+
+
+def test_tiles_pipeline_a_tree() -> None:
+    """In k tiles the hops of a chain overlap: (hops + k - 1) tiles follow each other instead of hops k."""
+    ranks, tiles = 4, 64
+    chain = LIBRARY["broadcast_tree"].compile(ranks=2, target="staged")
+    whole = simulate(chain, switch(2, latency=0.0), nbytes=SIZE).seconds
+    cut = simulate(chain, switch(2, latency=0.0), nbytes=SIZE, tile=SIZE // tiles).seconds
+    assert cut == pytest.approx(whole, rel=1e-9)  # one hop gains nothing
+    ring = _staged("all_gather_ring", ranks)
+    straight = simulate(ring, switch(ranks, latency=0.0), nbytes=SIZE, tile=SIZE // ranks // 4).seconds
+    assert straight == pytest.approx((ranks - 1) / ranks * SIZE / BANDWIDTH, rel=1e-9)
+
+
+def test_store_and_forward_takes_every_link_in_turn() -> None:
+    rules = Rules(store_and_forward=True)
+    schedule = _staged("all_gather_ring", 4)
+    found = simulate(schedule, switch(4), nbytes=SIZE, rules=rules)
+    assert found.seconds == pytest.approx(3 * (2 * SIZE / 4 / BANDWIDTH + LATENCY), rel=EXACT)
+
+
+def test_hops_of_a_torus_add_up() -> None:
+    link = LinkKind("link", BANDWIDTH, LATENCY)
+    schedule = LIBRARY["send_recv_direct"].compile(ranks=9, target="staged")
+    near = simulate(schedule, Torus((3, 3), link), nbytes=SIZE).seconds
+    assert near == pytest.approx(SIZE / BANDWIDTH + LATENCY, rel=EXACT)
+    routes = Torus((4, 4), link).routes(np.array([0, 0, 0]), np.array([3, 10, 15]))
+    assert np.diff(routes.start).tolist() == [1, 4, 2]
+
+
+def test_fair_sharing_gives_everybody_the_same() -> None:
+    """Three send to one over its port: each at a third. FIFO: one after the other; the last ends at the same time."""
+    schedule = LIBRARY["gather_direct"].compile(ranks=4, target="staged")
+    for fair in (False, True):
+        found = simulate(schedule, switch(4), nbytes=SIZE, rules=Rules(fair=fair))
+        assert found.seconds == pytest.approx(0.75 * SIZE / BANDWIDTH + LATENCY, rel=EXACT)
+    # Two of three flows leave through a slow port of their own; max-min gives the rest to the third.
+    mixed = FullyConnected(4, LinkKind("link", BANDWIDTH, LATENCY))
+    alone = simulate(schedule, mixed, nbytes=SIZE, rules=Rules(fair=True))
+    assert alone.seconds == pytest.approx(0.25 * SIZE / BANDWIDTH + LATENCY, rel=EXACT)
+
+
+def test_curves_are_read_at_the_size_of_a_message() -> None:
+    points = ((1 << 10, 5e-6), (1 << 20, 20e-6))
+    port = Switch(2, LinkKind("port", 1e9, 0.0, points=points))
+    schedule = LIBRARY["send_recv_direct"].compile(ranks=2, target="staged")
+    for nbytes, seconds in ((100, 5e-6), (1 << 15, 10e-6), (1 << 21, 40e-6)):
+        assert simulate(schedule, port, nbytes=nbytes).seconds == pytest.approx(seconds, rel=EXACT)
+    with pytest.raises(InvalidArgument, match="curves"):
+        simulate(schedule, port, nbytes=1, rules=Rules(fair=True))
+
+
+def test_workers_are_not_faster_than_they_copy() -> None:
+    schedule = LIBRARY["send_recv_direct"].compile(ranks=2, target="direct", instances=4)
+    slow = Rules(worker_rate=10e9)
+    assert simulate(schedule, switch(2), nbytes=SIZE, rules=slow).seconds > SIZE / 40e9
+    fast = Rules(worker_rate=1000e9)
+    assert simulate(schedule, switch(2), nbytes=SIZE, rules=fast).seconds < 1.1 * SIZE / BANDWIDTH
+
+
+@pytest.mark.parametrize("target", ["direct", "staged"])
+@pytest.mark.parametrize("name", ["ring", "two_shot", "halving_doubling", "all_to_all_swap"])
+def test_no_wait_can_be_taken_away_unnoticed(name: str, target: str) -> None:
+    """Without a wait the schedule is refused; or it was one that nobody needs, and then the checker says so too."""
+    schedule = LIBRARY[name].compile(ranks=4, target=target)
+    whole = simulate(schedule, switch(4), nbytes=1 << 20, tile=1 << 16, traced=True)
+    waits = len(schedule.instructions.wait_value)
+    noticed = 0
+    for index in range(waits):
+        try:
+            other = simulate(schedule.without_wait(index), switch(4), nbytes=1 << 20, tile=1 << 16, traced=True)
+        except ProgramRefused:
+            noticed += 1
+        else:
+            noticed += not np.array_equal(whole.log, other.log)
+    assert noticed == waits > 0
+
+
+def test_a_missing_post_is_a_deadlock() -> None:
+    schedule = _staged("ring", 4)
+    with pytest.raises(SimulationRefused, match="waiting for a post that never comes"):
+        simulate(schedule.without_post(0), switch(4), nbytes=1 << 20, check=False)
+
+
+def test_critical_path_is_all_of_the_time() -> None:
+    """A ring is links and signals; local work comes in where a worker copies slowly."""
+    schedule = _staged("ring", 8)
+    for rules, share in ((Rules(), 0.95), (Rules(memory_rate=BANDWIDTH / 4), 0.2)):
+        found = simulate(schedule, switch(8), nbytes=SIZE, rules=rules, traced=True)
+        path = critical_path(found)
+        assert sum(path.values()) == pytest.approx(found.seconds, rel=1e-9)
+        assert path["port"] > share * found.seconds
+        assert set(path) <= {"port", "signals", "local work"}
+    assert critical_path(simulate(schedule, switch(8), nbytes=SIZE)) == {}
+
+
+def test_a_schedule_simulates_itself() -> None:
+    schedule = LIBRARY["two_shot"].compile(ranks=8)
+    named, loaded = schedule.simulate("h100x8", nbytes=SIZE), schedule.simulate(Cluster.load("h100x8"), nbytes=SIZE)
+    assert named.seconds == loaded.seconds > 2 * 7 / 8 * SIZE / 370.8e9
+    timeline = schedule_timeline(schedule.simulate("h100x8", nbytes=SIZE, traced=True))
+    assert timeline.ranks == list(range(8))
+    assert timeline.span("worker 0") == pytest.approx(named.seconds, rel=0.01)
+
+
+def test_kernels_are_waited_for() -> None:
+    """Parcel p of rank r is complete at `ready[r, p]`; a send that needs it starts then."""
+    schedule = LIBRARY["all_gather_direct"].compile(ranks=2, target="staged", ready=True)
+    ready = np.array([[3e-3], [1e-3]])
+    found = simulate(schedule, switch(2), nbytes=SIZE, ready=ready)
+    assert found.seconds == pytest.approx(3e-3 + SIZE / 2 / BANDWIDTH + LATENCY, rel=EXACT)
+
+
+def test_both_cores_agree_to_the_last_bit() -> None:
+    if CORE == "python":
+        pytest.skip("there is one core only: Numba is not installed or was turned off")
+    script = Path(sim_cases.__file__)
+    environment = os.environ | {"UNDERTOW_SIM_CORE": "python"}
+    told = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == sim_cases.digest() == sim_cases.digest()
+
+
+def test_no_torch() -> None:
+    code = "import sys, undertow.sim.schedules, undertow.collective.algorithms; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
+
+
+def test_speed_and_memory() -> None:
+    """5 million events a second on a free core; less is asked here, where others may be at work."""
+    schedule = LIBRARY["ring"].compile(ranks=64, target="staged", check=False)
+    simulate(schedule, switch(64), nbytes=1 << 20, check=False)
+    best, memory = 0.0, {}
+    for tiles in (4, 64, 256):
+        begun = time.process_time()
+        found = simulate(schedule, switch(64), nbytes=64 * tiles << 16, tile=1 << 16, check=False)
+        best = max(best, found.events / (time.process_time() - begun))
+        memory[tiles] = found.memory
+    assert memory[256] == memory[64] < 4 << 20  # more of the same takes no more memory
+    if CORE == "numba":
+        assert best > 2e6
+
+
+def test_bad_arguments_are_one_sentence() -> None:
+    schedule = _staged("ring", 4)
+    with pytest.raises(InvalidArgument, match="network is of 8 ranks"):
+        simulate(schedule, switch(8), nbytes=1)
+    with pytest.raises(InvalidArgument, match="nbytes"):
+        simulate(schedule, switch(4), nbytes=-1)
+    with pytest.raises(InvalidArgument, match="tile is 0"):
+        simulate(schedule, switch(4), nbytes=1, tile=0)
+    with pytest.raises(SimulationRefused, match="more than 10 events"):
+        simulate(schedule, switch(4), nbytes=1, most_events=10)
+    assert core.FINE == 0

@@ -1,0 +1,51 @@
+"""The papers' experiments run, and what is said about them holds: orders and bounds, not digits."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "papers"))
+import conccl
+import flux
+import fused_embedding
+import h200
+import msccl
+
+from undertow.collective import LIBRARY
+from undertow.sim.cluster import Cluster
+
+
+@pytest.mark.parametrize("nodes", [3, 8])
+def test_all_to_next_gains_what_eight_cards_can_give(nodes: int) -> None:
+    nbytes = 256 << 20
+    ratio = msccl.seconds(msccl.naive_next, nodes, nbytes) / msccl.seconds(LIBRARY["all_to_next"], nodes, nbytes)
+    assert 4 < ratio <= 8
+
+
+def test_copy_engines_beat_priority_beats_two_streams() -> None:
+    cluster = Cluster.load("mi300x8")
+    assert cluster.interference is not None
+    shares = {
+        way: sum(one.share(way, cluster.interference) for one in conccl.scenarios(cluster)) for way in conccl.NAMES
+    }
+    assert shares["base"] < shares["prioritised"] < shares["engines"]
+
+
+def test_slices_of_an_embedding_save_time() -> None:
+    mean, best = fused_embedding.saved(Cluster.load("dlrm128").scaled(4))
+    assert 0.1 < mean <= best < 0.5
+
+
+def test_fused_layers_hide_most_of_their_communication() -> None:
+    speedup, overlap = flux.forward(flux.slower(Cluster.load("a100x8")), 8192)
+    assert speedup > 1.05
+    assert 0.8 < overlap < 1.0
+
+
+def test_serial_and_chunks_on_the_h200_within_ten_percent() -> None:
+    _, errors, orders = h200.compare()
+    assert sum(map(abs, errors["unsignaled"])) / len(errors["unsignaled"]) < 0.1
+    assert all(orders["unsignaled"])
