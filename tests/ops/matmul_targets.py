@@ -86,7 +86,7 @@ def two_tiles_swapped() -> Iterator[list[int]]:
     real, spoiled = reorder.tile_table, []
 
     def wrong(*arguments: Any) -> Any:
-        table = real(*arguments)
+        table = real(*arguments).copy()
         same = [reorder.ROWS, reorder.COLUMNS, reorder.PARCEL]
         for one, other in itertools.combinations(range(len(table)), 2):
             if np.array_equal(table[one, same], table[other, same]):
