@@ -70,10 +70,11 @@ class Layout:
         ranks = contract.ranks
         size = np.array([contract.inputs, contract.outputs, *(sizes for _, sizes in others)], np.int64).T
         first = np.zeros_like(size)
-        holder, held = (INPUT, OUTPUT) if contract.input_holds_output else (OUTPUT, INPUT)
         at = 0
         for rank in range(ranks):
             if in_place and contract.in_place is not None:
+                holder = contract.holder(rank)
+                held = OUTPUT if holder == INPUT else INPUT
                 first[rank, holder], first[rank, held] = at, at + contract.in_place[rank]
                 at += int(size[rank, holder])
             else:
