@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 import pytest
@@ -128,3 +129,41 @@ def test_what_is_sent_may_stand_in_an_output_before() -> None:
     with prog:
         chunk(0, Buffer.output, 0).copy(1, Buffer.output, 0)
     assert written(prog).in_place
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("language.buffer", ["Buffer"]),
+        ("language.chunk", ["Chunk", "ReduceChunk"]),
+        ("language.ir", ["Buffer", "ThreadblockPolicy"]),
+        ("topologies.generic", ["fully_connected", "hub_and_spoke", "line", "ring", "star"]),
+        ("topologies.topology", ["Topology"]),
+        ("topologies.nvidia", ["dgx1"]),
+    ],
+)
+def test_every_module_that_programs_import_from(module: str, names: list[str]) -> None:
+    found = importlib.import_module(f"undertow.collective.msccl.{module}")
+    assert all(getattr(found, name) is globals()[name] for name in names)
+
+
+def test_what_only_the_other_compiler_has_is_said() -> None:
+    for module, name in (("ir", "ir_to_xml"), ("rank_dag", "InstructionDAG")):
+        with pytest.raises(ImportError, match=f"{name} is a part of msccl-tools' compiler"):
+            exec(f"from undertow.collective.msccl.language.{module} import {name}")
+
+
+class SumOfPairs(AllReduce):
+    """Content with less than an AllReduce, of which it is one all the same."""
+
+    def check(self, prog):
+        return prog.buffers[0][Buffer.input][0] == total(0, 1)
+
+
+def test_a_subclass_of_a_usual_collective_is_held_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+    prog = MSCCLProgram("pairs", fully_connected(4), SumOfPairs(4, 1, True), 1)
+    with prog:
+        for rank in (0, 2):
+            chunk(rank, Buffer.input, 0).reduce(chunk(rank + 1, Buffer.input, 0)).copy(rank + 1)
+        assert not Check()
+        assert "does not hold what it must" in capsys.readouterr().out
