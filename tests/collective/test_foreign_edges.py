@@ -26,7 +26,7 @@ from undertow.collective.language import INPUT, OUTPUT
 from undertow.collective.msccl import Buffer as Slots
 from undertow.collective.msccl import MSCCLProgram, ReduceScatter, chunk, fully_connected
 from undertow.collective.schedule import Schedule
-from undertow.errors import NotExpressible, ProgramRefused
+from undertow.errors import NotExpressible, ProgramRefused, UnreadableFile
 
 
 def from_xml(whole: str) -> list[Schedule]:
@@ -191,3 +191,22 @@ def test_empty_threadblocks_are_written(known: bool) -> None:
     assert msccl_import.schedules(again)[0].digest == schedule.digest
     if known:
         assert (again.gpus[0].threadblocks[2].send, again.gpus[0].threadblocks[2].channel) == (1, 3)
+
+
+def test_all_pairs_of_64_ranks_have_room() -> None:
+    """Everybody sends to and receives from 63 others, each in a threadblock of its own, and copies in one more."""
+
+    def file(ranks: int) -> str:
+        blocks = [block(at) for at in range(2 * (ranks - 1) + 1)]
+        return algorithm(*(gpu(rank, *blocks, i=1, o=1) for rank in range(ranks)), coll="custom", chunks=1)
+
+    (schedule,) = msccl_import.schedules(msccl_read.parse(file(64).encode()))
+    assert len(schedule.worker_rank) == 64 * 127
+    with pytest.raises(UnreadableFile, match="it has 8385 threadblocks in all, more than 8192"):
+        msccl_import.schedules(msccl_read.parse(file(65).encode()))
+
+
+def test_what_we_could_not_read_again_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(msccl_import, "MOST_LANES", 3)
+    with pytest.raises(NotExpressible, match="it has 12 threadblocks in all, more than 3"):
+        text(LIBRARY["ring"].compile(4))

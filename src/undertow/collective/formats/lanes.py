@@ -26,7 +26,7 @@ from .text import damaged
 INPUT_NAME, OUTPUT_NAME, SCRATCH_NAME, STAGING_NAME = "input", "output", "scratch", "staging"
 SCRATCH, STAGING = 2, 3
 _SORTS = 1
-MOST_LANES = 6144  # the checker knows what each lane knows of each other one
+MOST_LANES = 1 << 13  # the checker knows what each lane knows of each other one
 MOST_CHUNKS = 1 << 20  # of all buffers of all ranks
 MOST_STEPS = 1 << 17
 MOST_MOVES = 1 << 20  # chunks that all steps move together

@@ -17,7 +17,7 @@ def meaning(trace: Trace, contract: Contract) -> dict[tuple[int, int], Origins]:
             return rank, buffer, index
         return rank, contract.holder(rank), index + contract.in_place[rank]
 
-    held = {
+    held: dict[Place, Origins] = {
         real(rank, INPUT, index): ((rank, index),)
         for rank, count in enumerate(contract.inputs)
         for index in range(count)
