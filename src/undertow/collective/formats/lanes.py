@@ -290,12 +290,15 @@ def scratch_turns(
                                 touches.setdefault(block, []).append((row, begin, end, writes))
         disturbs = np.zeros((len(mine), len(mine)), np.bool_)
         for ranges in touches.values():
-            touched, written = np.zeros((2, len(mine), _BLOCK), np.float32)
-            for row, begin, end, writes in ranges:
-                touched[row, begin:end] = 1
+            present = np.unique([row for row, *_ in ranges])
+            touched, written = np.zeros((2, len(present), _BLOCK), np.float32)
+            for at, (_, begin, end, writes) in zip(
+                np.searchsorted(present, [row for row, *_ in ranges]), ranges, strict=True
+            ):
+                touched[at, begin:end] = 1
                 if writes:
-                    written[row, begin:end] = 1
-            disturbs |= (written @ touched.T) > 0
+                    written[at, begin:end] = 1
+            disturbs[np.ix_(present, present)] |= (written @ touched.T) > 0
         if len(found) + np.count_nonzero(disturbs) > MOST_TURNS:
             damaged(path, 0, "too many threadblocks share scratch with too many others")
         for one, other in zip(*np.nonzero(disturbs | disturbs.T), strict=True):
