@@ -59,6 +59,20 @@ def test_options_that_a_file_contradicts() -> None:
     assert "--ranks" in call("show", "ring", code=2)[1]
 
 
+def test_forms_of_a_file_are_chosen_and_all_checked() -> None:
+    text = Path("two.xml").read_text().replace('inplace="0"', 'inplace="1"', 1)
+    Path("both.xml").write_text(text)
+    assert "only for calls out of place" in call("show", "two.xml", "--in-place", code=1)[1]
+    assert "in place" in call("compile", "both.xml", "--in-place", "-o", "one.xml")[0]
+    assert 'inplace="1" outofplace="0"' in Path("one.xml").read_text()
+    call("compile", "both.xml", "-o", "again.xml")
+    assert Path("again.xml").read_text() == text
+    Path("wrong.xml").write_text(text.replace('type="cpy"', 'type="nop"'))  # in place, nobody misses the copies
+    call("compile", "wrong.xml", "--in-place")
+    for command in ("compile", "show"):
+        assert "is refused at wrong.xml" in call(command, "wrong.xml", code=1)[1]
+
+
 def test_run_and_bench() -> None:
     assert "4096 bytes of float32" in call("run", "two.json", "--bytes", "4K")[0]
     said = call("bench", "two.xml", "two.json", "--min-bytes", "1K", "--max-bytes", "1K", "--iterations", 2)[0]

@@ -181,7 +181,8 @@ class Machine:
         begin = [self._shift[rank] + GUARD, self._shift[rank] + 2 * GUARD + self._most]
         if self.schedule.in_place:
             assert contract.in_place is not None
-            holder, held = (INPUT, OUTPUT) if contract.input_holds_output else (OUTPUT, INPUT)
+            holder = contract.holder(rank)
+            held = OUTPUT if holder == INPUT else INPUT
             begin[held] = begin[holder] + int(counts[holder][: contract.in_place[rank]].sum()) * size
         found = [slice(at, at + int(count.sum()) * size) for at, count in zip(begin, counts, strict=True)]
         assert all(one.stop - one.start <= self._most for one in found), "Machine(most=...) is too little for this call"

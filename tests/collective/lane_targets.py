@@ -15,7 +15,7 @@ import undertow as ut
 from undertow.collective.algorithms import LIBRARY, OUT_OF_PLACE_ONLY
 from undertow.collective.contract import Contract
 from undertow.collective.lane_runtime import LaneExecutable
-from undertow.collective.language import Trace, program
+from undertow.collective.language import INPUT, Trace, program
 from undertow.collective.schedule import Schedule
 from undertow.collective.topology import Topology
 from undertow.errors import InvalidArgument, RankLost
@@ -79,7 +79,7 @@ class Case:
         if schedule.in_place:
             assert contract.in_place is not None
             start = contract.in_place[rank]
-            if contract.input_holds_output:
+            if contract.holder(rank) == INPUT:
                 classes = contract.item_class[contract.first_item[rank] :][:start].tolist()
                 begin = sum(lengths[one] for one in classes)
                 self.out = self.source[begin : begin + sum(self.classes)]

@@ -196,7 +196,7 @@ class _Cells:
         if not self._in_place or buffer > OUTPUT:
             return place
         assert self._contract.in_place is not None
-        held = OUTPUT if self._contract.input_holds_output else INPUT
+        held = OUTPUT if self._contract.holder(rank) == INPUT else INPUT
         return rank, INPUT, chunk + (self._contract.in_place[rank] if buffer == held else 0)
 
     def apply(self, step: Step) -> bool:

@@ -55,7 +55,7 @@ def test_writes_no_input_and_in_place_no_ranges_overlap(name: str) -> None:
         if not works_in_place(trace) or not len(rows):
             continue
         start_in_place = np.array(trace.contract.in_place)
-        shorter = OUTPUT if trace.contract.input_holds_output else INPUT
+        shorter = OUTPUT if trace.contract.holder(0) == INPUT else INPUT
         source = rows[:, SOURCE_START] + (rows[:, SOURCE_BUFFER] == shorter) * start_in_place[rows[:, SOURCE_RANK]]
         start = rows[:, START] + (rows[:, BUFFER] == shorter) * start_in_place[rows[:, RANK]]
         same_memory = (rows[:, SOURCE_RANK] == rows[:, RANK]) & (

@@ -26,8 +26,9 @@ def messages(trace: Trace, in_place: bool) -> Messages:
     contract = trace.contract
     base = {(rank, buffer): (rank, buffer, 0) for rank in range(trace.ranks) for buffer in range(len(trace.buffers))}
     if in_place:
-        held, holder = (OUTPUT, INPUT) if contract.input_holds_output else (INPUT, OUTPUT)
         for rank in range(trace.ranks):
+            holder = contract.holder(rank)
+            held = OUTPUT if holder == INPUT else INPUT
             base[rank, held] = (rank, holder, contract.in_place[rank])
     slots: dict[tuple[int, int, int], tuple[tuple[int, int], ...]] = {}
 

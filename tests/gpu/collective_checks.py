@@ -20,6 +20,7 @@ import undertow as ut
 from undertow.collective.algorithms import LIBRARY, OUT_OF_PLACE_ONLY
 from undertow.collective.bind import bind
 from undertow.collective.contract import Contract
+from undertow.collective.language import INPUT
 from undertow.collective.schedule import Schedule
 from undertow.errors import InvalidArgument
 from undertow.fabric.base import SymmetricBuffer, poison
@@ -107,8 +108,8 @@ def make_case(schedule: Schedule, length: int, item_size: int, seed: int, operat
         outputs.append(_joined(chunks))
         said.append(_joined(known).astype(bool))
         at = _offset_in_place(contract, rank, item_lengths, output_lengths)
-        input_at.append(0 if contract.input_holds_output else at)
-        output_at.append(at if contract.input_holds_output else 0)
+        input_at.append(0 if contract.holder(rank) == INPUT else at)
+        output_at.append(at if contract.holder(rank) == INPUT else 0)
     return Case(spans, inputs, outputs, said, input_at, output_at)
 
 
@@ -130,7 +131,8 @@ def _offset_in_place(contract: Contract, rank: int, items: NDArray[np.int64], ou
     """Elements of the longer buffer before the shorter one."""
     if contract.in_place is None:
         return 0
-    lengths, first = (items, contract.first_item) if contract.input_holds_output else (outputs, contract.first_output)
+    of_input = contract.holder(rank) == INPUT
+    lengths, first = (items, contract.first_item) if of_input else (outputs, contract.first_output)
     return int(lengths[first[rank] : first[rank] + contract.in_place[rank]].sum())
 
 

@@ -95,6 +95,10 @@ RootOption = Annotated[int, typer.Option(min=0, help="Of broadcast, reduce, gath
 FormOption = Annotated[
     bool | None, typer.Option("--in-place/--out-of-place", help="Unset: both, where the program has both.")
 ]
+OneFormOption = Annotated[
+    bool | None,
+    typer.Option("--in-place/--out-of-place", help="Unset: programs out of place, files as they say."),
+]
 _TARGETS = "staged: through slots at the receiver. direct: into each other's buffers."
 BothTargetsOption = Annotated[Target, typer.Option("--target", help=_TARGETS)]
 OneTargetOption = Annotated[OneTarget, typer.Option("--target", help=_TARGETS)]
@@ -159,7 +163,7 @@ def compile_(
     ] = None,
     protocol: Annotated[Protocol | None, typer.Option(help="For msccl. Unset: Simple, or as in the file.")] = None,
     rank: Annotated[int, typer.Option(min=0, help="Whose part is listed.")] = 0,
-    in_place: Annotated[bool, typer.Option("--in-place/--out-of-place")] = False,
+    in_place: OneFormOption = None,
     target: Annotated[
         OneTarget | None, typer.Option("--target", help=f"{_TARGETS} Unset: staged; direct for mscclpp.")
     ] = None,
@@ -187,7 +191,7 @@ def compile_(
             text = to_json(schedules)
         else:
             suffix = ".xml" if written is Format.msccl else ".json"
-            text = foreign_text(schedules, program, suffix, None if protocol is None else protocol.value)
+            text = foreign_text(schedules, program, suffix, None if protocol is None else protocol.value, in_place)
         out.write_text(text)
 
 
@@ -197,7 +201,7 @@ def show(
     ranks: RanksOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="An SVG file, instead of the terminal.")] = None,
     columns: Annotated[int, typer.Option(min=8, help="Of the terminal.")] = 100,
-    in_place: Annotated[bool, typer.Option("--in-place/--out-of-place")] = False,
+    in_place: OneFormOption = None,
     target: OneTargetOption = OneTarget.staged,
     root: RootOption = 0,
     nodes: NodesOption = 1,

@@ -68,22 +68,27 @@ def verdicts(target: str, form: Form, search_slots: bool = True) -> Iterator[tup
 
 
 def compiled(target: str, form: Form) -> list[Schedule]:
-    """What `target` names as schedules, checked; of a file, the first form it is for."""
+    """What `target` names as schedules, checked; of a file, the first form asked for."""
     from ..collective.checker import check
     from ..collective.formats import read
     from ..collective.loading import is_schedule_file, load
+    from ..report.collective_files import chosen_forms
 
     if is_schedule_file(target):
-        schedule = read(target, form.slots).schedules[0]
-        check_ranks(form.ranks, schedule.ranks)
-        check(schedule)
-        return [schedule]
+        imported = read(target, form.slots)
+        check_ranks(form.ranks, imported.ranks)
+        forms = chosen_forms(imported, form.in_place)
+        for schedule in forms:
+            check(schedule)
+        return forms[:1]
     request = form.request()
     return [request.compile(request.trace(one), form.targets[0], bool(form.in_place)) for one in load(target)]
 
 
-def foreign_text(schedules: list[Schedule], target: str, suffix: str, protocol: str | None) -> str:
-    """The one schedule in the format of `suffix`; what a file says of itself is said again."""
+def foreign_text(
+    schedules: list[Schedule], target: str, suffix: str, protocol: str | None, in_place: bool | None
+) -> str:
+    """The one schedule in the format of `suffix`; what a file says of itself is said again, for the forms asked for."""
     from ..collective.formats import read, text
     from ..collective.formats.msccl import Algorithm, Facts
     from ..collective.loading import is_schedule_file
@@ -95,4 +100,6 @@ def foreign_text(schedules: list[Schedule], target: str, suffix: str, protocol: 
     facts = like.source.facts if like is not None and isinstance(like.source, Algorithm) else None
     if protocol is not None:
         facts = replace(facts or Facts(), protocol=protocol)
+    if facts is not None and in_place is not None:
+        facts = replace(facts, forms=(in_place,))
     return text(schedules[0], suffix, like, facts)

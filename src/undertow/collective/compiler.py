@@ -132,10 +132,11 @@ def _lay_out(trace: Trace, contract: Contract, grain: int, in_place: bool) -> _M
         for buffer in range(2, buffers):
             size[rank, buffer] = trace.scratch_size(rank, buffer) * grain
     at = 0
-    holder, held = (INPUT, OUTPUT) if contract.input_holds_output else (OUTPUT, INPUT)
     for rank in range(ranks):
         if in_place:
             assert contract.in_place is not None
+            holder = contract.holder(rank)
+            held = OUTPUT if holder == INPUT else INPUT
             first[rank, holder], first[rank, held] = at, at + contract.in_place[rank]
             at += int(size[rank, holder])
         else:

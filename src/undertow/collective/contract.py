@@ -61,10 +61,9 @@ class Contract:
     def first_output(self) -> Ints:
         return np.concatenate([[0], np.cumsum(self.outputs)]).astype(np.int64)
 
-    @property
-    def input_holds_output(self) -> bool:
-        """In place, outputs lie inside inputs (reduce_scatter) rather than inputs inside outputs."""
-        return sum(self.inputs) > sum(self.outputs)
+    def holder(self, rank: int) -> int:
+        """In place, which user buffer of a rank the other lies in: 0, its input (reduce_scatter), or 1, its output."""
+        return int(self.inputs[rank] <= self.outputs[rank])
 
     def refined(self, grain: int) -> Contract:
         """The same with every chunk cut into `grain`."""

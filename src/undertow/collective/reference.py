@@ -33,8 +33,9 @@ def evaluate(trace: Trace, inputs: Sequence[Sequence[Any]], in_place: bool = Fal
     if in_place:
         if contract.in_place is None:
             raise InvalidArgument(argument="in_place", was=True, must=f"False: {contract.name} has no such form")
-        shorter, longer = (OUTPUT, INPUT) if contract.input_holds_output else (INPUT, OUTPUT)
         for rank, start in enumerate(contract.in_place):
+            longer = contract.holder(rank)
+            shorter = OUTPUT if longer == INPUT else INPUT
             if shorter == INPUT:
                 memory[longer][rank][start : start + contract.inputs[rank]] = inputs[rank]
             memory[shorter][rank] = memory[longer][rank]

@@ -74,7 +74,8 @@ class Trial:
 
         if in_place:
             assert contract.in_place is not None
-            held, holder = (OUTPUT, INPUT) if contract.input_holds_output else (INPUT, OUTPUT)
+            holder = contract.holder(rank)
+            held = OUTPUT if holder == INPUT else INPUT
             longer = memory(holder)
             begin = int(self._places(rank, holder)[contract.in_place[rank]])
             shorter = longer if mine[held] == len(longer) else longer[begin : begin + mine[held]]

@@ -26,12 +26,13 @@ from .text import damaged
 INPUT_NAME, OUTPUT_NAME, SCRATCH_NAME, STAGING_NAME = "input", "output", "scratch", "staging"
 SCRATCH, STAGING = 2, 3
 _SORTS = 1
-MOST_LANES = 6144  # the checker knows what each lane knows of each other one
+MOST_LANES = 1 << 13  # the checker knows what each lane knows of each other one
 MOST_CHUNKS = 1 << 20  # of all buffers of all ranks
 MOST_STEPS = 1 << 17
 MOST_MOVES = 1 << 20  # chunks that all steps move together
 MOST_LANES_OF_A_RANK = 256
 MOST_TURNS = 1 << 19  # waits between lanes that share scratch
+_BLOCK = 1 << 12  # chunks of scratch that are looked at together
 
 
 @dataclass(slots=True)
@@ -70,10 +71,11 @@ class Layout:
         ranks = contract.ranks
         size = np.array([contract.inputs, contract.outputs, *(sizes for _, sizes in others)], np.int64).T
         first = np.zeros_like(size)
-        holder, held = (INPUT, OUTPUT) if contract.input_holds_output else (OUTPUT, INPUT)
         at = 0
         for rank in range(ranks):
             if in_place and contract.in_place is not None:
+                holder = contract.holder(rank)
+                held = OUTPUT if holder == INPUT else INPUT
                 first[rank, holder], first[rank, held] = at, at + contract.in_place[rank]
                 at += int(size[rank, holder])
             else:
@@ -103,17 +105,26 @@ class Lowered:
     depth: int
     grain: int = 1
 
+    def order(self) -> list[int]:
+        """Numbers of the steps of all lanes, in an order in which one iteration can run."""
+        first = self._first()
+        return sequential(first.tolist(), self._numbers(first), int(first[-1]))
+
+    def _first(self) -> NDArray[np.int64]:
+        """The number of each lane's first step, and their count as a last entry."""
+        return np.concatenate([[0], np.cumsum([len(one.steps) for one in self.lanes])]).astype(np.int64)
+
+    def _numbers(self, first: NDArray[np.int64]) -> NDArray[np.int64]:
+        rows = [(first[a] + i, first[b] + j, back) for (a, i), (b, j), back in self.waits]
+        return np.unique(np.array(rows, np.int64).reshape(-1, 3), axis=0)
+
     def schedule(self) -> Schedule:
         """The same as a schedule, not checked yet."""
         lanes = self.lanes
-        sizes = np.array([len(one.steps) for one in lanes], np.int64)
-        first = np.concatenate([[0], np.cumsum(sizes)])
+        first = self._first()
         steps = [step for lane in lanes for step in lane.steps]
-        worker_of = np.repeat(np.arange(len(lanes)), sizes)
-        numbers = np.array(
-            [(first[a] + i, first[b] + j, back) for (a, i), (b, j), back in self.waits], np.int64
-        ).reshape(-1, 3)
-        numbers = np.unique(numbers, axis=0)
+        worker_of = np.repeat(np.arange(len(lanes)), np.diff(first))
+        numbers = self._numbers(first)
         numbered = number(
             numbers[:, 0], numbers[:, 1], numbers[:, 2], np.zeros(len(numbers), np.int64), worker_of, len(lanes), _SORTS
         )
@@ -263,8 +274,7 @@ def scratch_turns(
     for number_, lane in enumerate(lanes):
         by_rank.setdefault(lane.rank, []).append(number_)
     for mine in by_rank.values():
-        columns: dict[int, int] = {}
-        touches: list[tuple[int, int, bool]] = []
+        touches: dict[int, list[tuple[int, int, int, bool]]] = {}  # by block: lane, begin, end, whether it writes
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         for row, lane_number in enumerate(mine):
@@ -274,15 +284,21 @@ def scratch_turns(
                         if own(atom):
                             first.setdefault(row, at)
                             last[row] = at
-                            for part in range(step.count):
-                                touches.append((row, columns.setdefault(atom + part, len(columns)), writes))
-        if not columns:
-            continue
-        touched, written = np.zeros((2, len(mine), len(columns)), np.float32)
-        for row, column, writes in touches:
-            touched[row, column] = 1
-            written[row, column] = max(written[row, column], writes)
-        disturbs = (written @ touched.T) > 0
+                            for block in range(atom // _BLOCK, (atom + step.count - 1) // _BLOCK + 1):
+                                begin = max(atom - block * _BLOCK, 0)
+                                end = min(atom + step.count - block * _BLOCK, _BLOCK)
+                                touches.setdefault(block, []).append((row, begin, end, writes))
+        disturbs = np.zeros((len(mine), len(mine)), np.bool_)
+        for ranges in touches.values():
+            present = np.unique([row for row, *_ in ranges])
+            touched, written = np.zeros((2, len(present), _BLOCK), np.float32)
+            for at, (_, begin, end, writes) in zip(
+                np.searchsorted(present, [row for row, *_ in ranges]), ranges, strict=True
+            ):
+                touched[at, begin:end] = 1
+                if writes:
+                    written[at, begin:end] = 1
+            disturbs[np.ix_(present, present)] |= (written @ touched.T) > 0
         if len(found) + np.count_nonzero(disturbs) > MOST_TURNS:
             damaged(path, 0, "too many threadblocks share scratch with too many others")
         for one, other in zip(*np.nonzero(disturbs | disturbs.T), strict=True):

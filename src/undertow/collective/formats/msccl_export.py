@@ -16,7 +16,7 @@ from ...errors import NotExpressible, ProgramRefused, UnreadableFile
 from ..checker import check
 from ..schedule import MOVE, Schedule
 from . import msccl_import
-from .msccl import COLLECTIVES, Algorithm, Facts
+from .msccl import COLLECTIVES, Algorithm, Facts, Threadblock
 from .msccl_lower import lowered
 from .msccl_places import LETTERS, Places
 from .msccl_steps import Draft, DraftBlock, gpus
@@ -36,27 +36,38 @@ def algorithm_of(schedule: Schedule, facts: Facts | None = None, like: Algorithm
         raise _refused(schedule, "only a staged schedule without packets can be: MSCCL sends messages through queues")
     if not set(np.unique(schedule.instructions.kind).tolist()) <= {MOVE}:
         raise _refused(schedule, "it waits for a kernel's tiles, which MSCCL knows nothing of")
-    facts = facts or Facts(min_bytes=0, max_bytes=128 << 20)
+    facts = facts or Facts()
     if schedule.in_place not in facts.forms:
         facts = replace(facts, forms=(schedule.in_place,))
     if schedule.worker_channel is not None:
         made = _algorithm(schedule, facts, _kept(schedule), 1)
-        return made if like is None else _respelled(made, like, schedule)
+        if like is not None:
+            made = _respelled(made, like, schedule)
+        if like is None or (facts.protocol, facts.forms) != (like.facts.protocol, like.facts.forms):
+            refusal = _refusal(made)  # it was read with other queues, or for other calls
+            if refusal:
+                raise _refused(schedule, refusal)
+        return made
     refusal = ""
     for fuse in (True, False):
         blocks, scratch = lowered(schedule, fuse)
         made = _algorithm(schedule, facts, blocks, schedule.instances, scratch)
-        try:
-            for one in msccl_import.schedules(made, f"<{schedule.name}>"):
-                check(one)
-        except ProgramRefused as error:
-            refusal = f"with {facts.protocol}'s queues, {error.facts['reason']}"
-            continue
-        except UnreadableFile as error:  # what we could not judge, we do not write
-            refusal = str(error.facts["reason"])
-            continue
-        return made
+        refusal = _refusal(made)
+        if not refusal:
+            return made
     raise _refused(schedule, refusal)
+
+
+def _refusal(made: Algorithm) -> str:
+    """Why what is to be written would be wrong, read again; empty if it is right."""
+    try:
+        for one in msccl_import.schedules(made, f"<{made.name}>"):
+            check(one)
+    except ProgramRefused as error:
+        return f"with {made.facts.protocol}'s queues, {error.facts['reason']}"
+    except UnreadableFile as error:  # what we could not judge, we do not write
+        return str(error.facts["reason"])
+    return ""
 
 
 def _algorithm(
@@ -126,8 +137,8 @@ def _kept(schedule: Schedule) -> list[list[DraftBlock]]:
                     step.sent = arrived[atom][sent_so_far.get(atom, 0)]
                     sent_so_far[atom] = sent_so_far.get(atom, 0) + 1
             block.steps.append(step)
-        if block.steps:
-            blocks[rank].append(block)
+        blocks[rank].append(block)
+    blocks = [[] if len(mine) == 1 and not mine[0].steps else mine for mine in blocks]  # idle ranks have a worker, too
     ranks = np.repeat(schedule.worker_rank, np.diff(schedule.worker_start))
     for waiter, waited, back in waits_of(schedule).tolist():
         if back == 0 and ranks[waiter] == ranks[waited]:
@@ -142,8 +153,8 @@ def _respelled(made: Algorithm, like: Algorithm, schedule: Schedule) -> Algorith
     gpus = []
     for gpu, model in zip(made.gpus, like.gpus, strict=True):
         blocks = []
-        known = [block for block in model.threadblocks if block.steps]
-        for block, other in zip(gpu.threadblocks, known, strict=True):
+        idle = [] if gpu.threadblocks else [Threadblock(-1, -1, 0, ())] * len(model.threadblocks)
+        for block, other in zip([*gpu.threadblocks, *idle], model.threadblocks, strict=True):
             spelled = iter([step for step in other.steps if step.type != "nop" and step.count])
             steps = []
             for step in block.steps:
@@ -152,7 +163,7 @@ def _respelled(made: Algorithm, like: Algorithm, schedule: Schedule) -> Algorith
             blocks.append(replace(other, steps=tuple(steps)))
         sizes = model.input_chunks, model.output_chunks
         gpus.append(replace(gpu, input_chunks=sizes[0], output_chunks=sizes[1], threadblocks=tuple(blocks)))
-    return replace(made, gpus=tuple(gpus))
+    return replace(made, gpus=tuple(gpus), collective=like.collective)
 
 
 def _step(places: Places, sources: list[int], stores: list[int], count: int) -> Draft:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...errors import ProgramRefused
-from ..checker import check
 from ..contract import BUILT_IN, Contract, custom
 from ..language import INPUT, OUTPUT
 from ..schedule import Schedule
@@ -37,12 +36,12 @@ from .lanes import (
 )
 from .lanes import Step as LoweredStep
 from .msccl import COLLECTIVES, READS, RECEIVES, SENDS, SLOTS, STORES, Algorithm, Gpu, Step
+from .roots import ROOTED, with_root
 from .text import damaged
 
 DEPTH = 2
 _BUFFERS = {"i": INPUT, "o": OUTPUT, "s": SCRATCH}
 _BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
-_ROOTED = ("broadcast", "reduce")
 
 
 def schedules(
@@ -73,7 +72,7 @@ def contract_of(algorithm: Algorithm, path: str, root: int = 0) -> Contract:
         damaged(path, 0, f"{reason} for {algorithm.collective}")
     _bound(2 * ranks * algorithm.chunks, path)
     chunks = algorithm.chunks // ranks if name in _BY_SHARD else algorithm.chunks
-    return BUILT_IN[name](ranks, chunks, root=root) if name in _ROOTED else BUILT_IN[name](ranks, chunks)
+    return BUILT_IN[name](ranks, chunks, root=root) if name in ROOTED else BUILT_IN[name](ranks, chunks)
 
 
 def _bound(chunks: int, path: str) -> None:
@@ -116,14 +115,9 @@ class _Importer:
         self._connections = self._connect()
 
     def schedule(self, in_place: bool) -> Schedule:
-        """Collectives with a root name none in a file: the first rank with which it is right, or 0 if none is."""
+        """Collectives with a root name none in a file: what its steps do tells."""
         made = self._lowered(self._contract, in_place)
-        if self._contract.name in _ROOTED and not _is_right(made):
-            for root in range(1, self._algorithm.ranks):
-                other = self._lowered(contract_of(self._algorithm, self._path, root), in_place)
-                if _is_right(other):
-                    return other
-        return made
+        return with_root(made, lambda root: contract_of(self._algorithm, self._path, root)).schedule()
 
     def _check_sizes(self) -> None:
         ranks = self._algorithm.ranks
@@ -265,7 +259,7 @@ class _Importer:
 
     # -- one form ------------------------------------------------------------------------------------------------------
 
-    def _lowered(self, contract: Contract, in_place: bool) -> Schedule:
+    def _lowered(self, contract: Contract, in_place: bool) -> Lowered:
         if in_place and contract.in_place is None:
             contract = replace(contract, in_place=(0,) * contract.ranks)
         ranks = contract.ranks
@@ -299,7 +293,7 @@ class _Importer:
         begin, end = int(layout.first[:, SCRATCH].min()), int(layout.first[:, STAGING].min())
         waits += scratch_turns(lanes, DEPTH, lambda atom: begin <= atom < end, self._path)
         name = self._algorithm.name
-        return Lowered(name, self._path, contract, in_place, True, layout, lanes, waits, DEPTH).schedule()
+        return Lowered(name, self._path, contract, in_place, True, layout, lanes, waits, DEPTH)
 
 
 def _lowered_step(
@@ -322,11 +316,3 @@ def _lowered_step(
         if step.type in SENDS:
             stores.append(leaving[place])
     return LoweredStep(sources, stores, seat.count, step.line)
-
-
-def _is_right(schedule: Schedule) -> bool:
-    try:
-        check(schedule)
-    except ProgramRefused:
-        return False
-    return True

@@ -12,7 +12,21 @@ from xml.parsers import expat
 
 from ...errors import UnreadableFile
 from .lanes import MOST_STEPS as MOST_STEPS_OF_ALL
-from .msccl import BUFFERS, COLLECTIVES, RECEIVES, SENDS, SLOTS, TYPES, Algorithm, Facts, Gpu, Step, Threadblock
+from .msccl import (
+    BUFFERS,
+    COLLECTIVES,
+    READS,
+    RECEIVES,
+    SENDS,
+    SLOTS,
+    STORES,
+    TYPES,
+    Algorithm,
+    Facts,
+    Gpu,
+    Step,
+    Threadblock,
+)
 from .text import LONGEST_WORD, MOST_RANKS, damaged, read_bytes, shown, whole_number
 
 _LEVELS = ("algo", "gpu", "tb", "step")
@@ -121,8 +135,8 @@ class _Reader:
         if kind == "ra":
             self._damaged("step type 'ra' is known to MSCCL's reader, but no runtime implements it", element.line)
         places = []
-        for buffer, offset in (("srcbuf", "srcoff"), ("dstbuf", "dstoff")):
-            least = -1 if kind == "nop" else 0
+        for buffer, offset, own in (("srcbuf", "srcoff", READS), ("dstbuf", "dstoff", STORES)):
+            least = 0 if kind in own else -1  # what only informs may be left open
             places.append((self._word(element, buffer, tuple(BUFFERS)), self._number(element, offset, least)))
         count = self._number(element, "cnt", 0)
         block, step = self._number(element, "depid", -1), self._number(element, "deps", -1)
@@ -204,7 +218,7 @@ class _Reader:
         text = element.attributes.get(name)
         if text is None:
             return None
-        if not (text.isascii() and text.isdigit() and len(text) < 20):
+        if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 1 << 64):
             self._damaged(f"{name} is {shown(text)}, but must be a number of bytes", element.line)
         return int(text)
 

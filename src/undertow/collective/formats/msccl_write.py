@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.sax.saxutils import quoteattr
 
 from ...errors import NotExpressible
-from .msccl import LONGEST_NAME, Algorithm, Step, beyond_limits
+from .msccl import LEAST_BYTES, LONGEST_NAME, MOST_BYTES, Algorithm, Step, beyond_limits
 
 FORMAT = "MSCCL XML"
 
@@ -26,8 +26,11 @@ def text_of(algorithm: Algorithm) -> str:
         ("inplace", int(True in facts.forms)),
         ("outofplace", int(False in facts.forms)),
     ]
-    optional = (("minBytes", facts.min_bytes), ("maxBytes", facts.max_bytes), ("nthreads", facts.threads))
-    attributes += [(name, value) for name, value in optional if value is not None]
+    # Azure's and AMD's executors read no file without sizes.
+    attributes.append(("minBytes", LEAST_BYTES if facts.min_bytes is None else facts.min_bytes))
+    attributes.append(("maxBytes", MOST_BYTES if facts.max_bytes is None else facts.max_bytes))
+    if facts.threads is not None:
+        attributes.append(("nthreads", facts.threads))
     attributes += facts.others
     lines = [_tag("algo", attributes, 0, ">")]
     for rank, gpu in enumerate(algorithm.gpus):

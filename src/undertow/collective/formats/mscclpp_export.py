@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ...errors import NotExpressible
+from ...errors import NotExpressible, ProgramRefused, UnreadableFile
+from ..checker import check
 from ..language import OUTPUT
 from ..schedule import END, MOVE, START, Schedule
+from . import mscclpp_import
 from .msccl_places import LETTERS
 from .mscclpp import MOST_BUFFERS_OF_ONE, MOST_CHANNELS_OF_ONE, MOST_OPERATIONS, Gpu, Operand, Operation, Plan
 from .order import waits_of
@@ -50,7 +52,13 @@ def plan_of(schedule: Schedule) -> Plan:
         raise _refused(schedule, f"it has {schedule.instances} instances, and a plan would have to cut its chunks")
     if not set(np.unique(schedule.instructions.kind).tolist()) <= {MOVE, START, END}:
         raise _refused(schedule, "it waits for a kernel's tiles, which the executor knows nothing of")
-    return _Exporter(schedule).plan()
+    made = _Exporter(schedule).plan()
+    if schedule.worker_channel is not None:  # a file may do what our compiler never does
+        try:
+            check(mscclpp_import.schedule_of(made, f"<{schedule.name}>"))
+        except (ProgramRefused, UnreadableFile) as error:
+            raise _refused(schedule, f"what it becomes there is wrong: {error.facts['reason']}") from error
+    return made
 
 
 def _refused(schedule: Schedule, reason: str) -> NotExpressible:
@@ -172,7 +180,7 @@ class _Exporter:
             made += self._meet("signal", rank, [(semaphore, 1) for semaphore in self._posts.get(_BEGIN - rank, [])])
         for at in range(schedule.worker_start[worker], schedule.worker_start[worker + 1]):
             meeting = self._pass(rank, at)
-            data = list(self._move(rank, at)) if one.kind[at] == MOVE else []
+            data = list(self._move(rank, at)) if one.kind[at] == MOVE and one.count[at] else []
             if made and made[-1].sources and (meeting or data):
                 made.append(_NOP)
             made += meeting
@@ -227,15 +235,13 @@ class _Exporter:
         near = [source for source in sources if source.rank is None]
         far = [source for source in sources if source.rank is not None]
         made = []
-        if total in near:
-            first = total
-        elif near:
-            first = near[0]
+        if near:
+            first = total if total in near else near[0]
+            near.remove(first)  # once: what is added twice stays
         else:
             made.append(_copy(far.pop(0), total))
             first = total
-        rest = [source for source in near if source != first]
-        for name, parts in (("re", rest), ("rre", far)):
+        for name, parts in (("re", near), ("rre", far)):
             for begin in range(0, len(parts), MOST_BUFFERS_OF_ONE - 1):
                 part = parts[begin : begin + MOST_BUFFERS_OF_ONE - 1]
                 made.append(Operation(name, (first, *part), (total,), "memory" if name == "rre" else ""))

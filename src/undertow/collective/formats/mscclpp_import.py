@@ -48,6 +48,7 @@ from .mscclpp import (
     Operation,
     Plan,
 )
+from .roots import ROOTED, with_root
 from .text import damaged
 
 _BUFFERS = {"i": INPUT, "o": OUTPUT, "s": SCRATCH}
@@ -56,10 +57,11 @@ _MOST_GRAIN = 64
 
 def schedule_of(plan: Plan, path: str = "<file>") -> Schedule:
     """Not checked yet."""
-    return _Importer(plan, path).lowered().schedule()
+    importer = _Importer(plan, path)
+    return with_root(importer.lowered(), importer.contract).schedule()
 
 
-def contract_of(plan: Plan, path: str) -> Contract:
+def contract_of(plan: Plan, path: str, root: int = 0) -> Contract:
     """What the collective of this name promises; for a name we do not know, sizes only."""
     name = COLLECTIVES.get(plan.collective.lower().replace("_", ""), "custom")
     ranks = len(plan.gpus)
@@ -72,7 +74,7 @@ def contract_of(plan: Plan, path: str) -> Contract:
     factor = inputs[0] // ranks if name == "reduce_scatter" else factor
     if factor < 1 or factor * ranks * ranks > MOST_CHUNKS:
         damaged(path, 0, f"{inputs[0]} input and {outputs[0]} output chunks are not what {plan.collective} has")
-    contract = BUILT_IN[name](ranks, factor)
+    contract = BUILT_IN[name](ranks, factor, root=root) if name in ROOTED else BUILT_IN[name](ranks, factor)
     for rank, (given, made) in enumerate(zip(inputs, outputs, strict=True)):
         if given not in (0, contract.inputs[rank]) or made not in (0, contract.outputs[rank]):
             reason = f"gpu {rank} has {given} input and {made} output chunks, but {plan.collective} with {factor}"
@@ -95,9 +97,7 @@ class _Importer:
         if sum(blocks) > MOST_LANES or max(blocks) > MOST_LANES_OF_A_RANK:
             most = f"{MOST_LANES_OF_A_RANK} threadblocks on a gpu, or {MOST_LANES} in all"
             damaged(path, 0, f"it has more than {most}")
-        if plan.in_place and contract.in_place is None:
-            contract = replace(contract, in_place=(0,) * contract.ranks)
-        self._contract = contract.refined(self._grain)
+        self._contract = self.contract()
         self._layout = Layout.of(self._contract, plan.in_place, [(SCRATCH_NAME, scratch)])
         self._lanes: list[Lane] = []
         self._waits: list[tuple[Place, Place, int]] = []
@@ -111,6 +111,13 @@ class _Importer:
         self._indexed = 0
         self._packets: dict[int, Place] = {}
         self._unpacked: list[tuple[Place, int]] = []
+
+    def contract(self, root: int = 0) -> Contract:
+        """With chunks cut as groups of threadblocks share them."""
+        contract = contract_of(self._plan, self._path, root)
+        if self._plan.in_place and contract.in_place is None:
+            contract = replace(contract, in_place=(0,) * contract.ranks)
+        return contract.refined(self._grain)
 
     def lowered(self) -> Lowered:
         for rank, gpu in enumerate(self._plan.gpus):

@@ -15,8 +15,11 @@ is compiled as the statements mean it, or refused with a reason.
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
+from copy import copy
 from dataclasses import replace
 from enum import Enum
+from io import StringIO
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,11 +30,12 @@ from ..contract import custom
 from ..formats import XML as XML_SUFFIX
 from ..formats import text
 from ..formats.msccl import SLOTS, Facts
-from ..language import COLUMNS, COPY, INPUT, REDUCE, Trace
+from ..language import COLUMNS, COPY, INPUT, OUTPUT, REDUCE, Trace
 from ..language import Ref as Place
 from ..schedule import Schedule
 from .chunks import Buffer, Chunk, Content
 from .collectives import Collective
+from .meaning import meaning
 from .topologies import Topology
 
 _current: MSCCLProgram | None = None
@@ -76,6 +80,7 @@ class MSCCLProgram:
             self.buffers.append(dict(one.items()))
         for of_rank in self.buffers:  # where a file speaks of one buffer only, the other is the same
             of_rank.setdefault(Buffer.output, of_rank[Buffer.input])
+        self._given = [list(one[Buffer.input]) for one in self.buffers]
         contract = collective.contract()
         self.in_place = collective.inplace
         if contract is None:
@@ -102,8 +107,8 @@ class MSCCLProgram:
 
     def compile(self, target: str = "staged", **options: Any) -> Schedule:
         """The schedule, checked. Options as of `undertow.collective.Program.compile`."""
-        chosen = {"in_place": self.in_place, "instances": self.instances, "fuse": self.instr_fusion, **options}
-        trace = self._finished()
+        trace, in_place = self._finished()
+        chosen = {"in_place": in_place, "instances": self.instances, "fuse": self.instr_fusion, **options}
         schedule = compile_trace(trace, target=target, check=False, **chosen)
         rows = trace.rows()
         stored = rows[rows[:, COLUMNS.index("kind")] <= REDUCE, COLUMNS.index("buffer")]
@@ -112,20 +117,44 @@ class MSCCLProgram:
         check_schedule(schedule)
         return schedule
 
-    def _finished(self) -> Trace:
-        """The trace; a custom collective's contract is what stands in the outputs now."""
-        if self.collective.contract() is None:
-            held = [[self._at(rank, Buffer.output, at) for at in range(count)]
-                    for rank, count in enumerate(self.trace.contract.outputs)]  # fmt: skip
-            after = {
-                (rank, at): sorted(content.origins)
-                for rank, contents in enumerate(held)
-                for at, content in enumerate(contents)
-                if content is not None
-            }
-            contract = custom("custom", self.trace.contract.inputs, self.trace.contract.outputs, after)
-            self.trace.contract = replace(contract, in_place=self._overlap())
-        return self.trace
+    def _finished(self) -> tuple[Trace, bool]:
+        """The trace and whether it is for calls in place; a custom collective's contract is what the statements do."""
+        if self.collective.contract() is not None:
+            return self.trace, self.in_place
+        inputs, outputs, overlap = self.trace.contract.inputs, self.trace.contract.outputs, self._overlap()
+        if overlap is None:
+            touched = self._touched()
+            if len(touched) == 1:  # where statements speak of one user buffer only, its result stands there
+                inputs, outputs = (inputs, inputs) if touched == {INPUT} else (outputs, outputs)
+                overlap = (0,) * self.num_ranks
+            elif self._wants_inputs():
+                reason = "its result stands in inputs as well as in outputs, and no file can say so"
+                raise ProgramRefused(program=self.name, where="its collective", reason=reason, trace="")
+        sizes = replace(custom("custom", inputs, outputs, {}), in_place=overlap)
+        finished = copy(self.trace)
+        finished.contract = replace(custom("custom", inputs, outputs, meaning(self.trace, sizes)), in_place=overlap)
+        return finished, overlap is not None
+
+    def _touched(self) -> set[int]:
+        """The user buffers that the statements speak of."""
+        rows = self.trace.rows()
+        named = rows[:, [COLUMNS.index("buffer"), COLUMNS.index("source_buffer")]]
+        return {INPUT, OUTPUT} & set(named.reshape(-1).tolist())
+
+    def _wants_inputs(self) -> bool:
+        """Whether the collective is content with the buffers, but would not be if inputs were as they were given."""
+        changed = [one[Buffer.input] for one in self.buffers]
+        if changed == self._given:
+            return False
+        try:
+            with redirect_stdout(StringIO()):
+                content = self.collective.check(self)
+                for one, given in zip(self.buffers, self._given, strict=True):
+                    one[Buffer.input] = given
+                return content and not self.collective.check(self)
+        finally:
+            for one, slots in zip(self.buffers, changed, strict=True):
+                one[Buffer.input] = slots
 
     def check(self) -> bool:
         """Whether the statements do what the collective says, and what they compile to is right in every order."""
@@ -141,7 +170,7 @@ class MSCCLProgram:
     def xml(self) -> str:
         """What `XML` prints; a wrong program is refused."""
         schedule = self.compile()
-        return text(schedule, XML_SUFFIX, facts=Facts(self.protocol, (self.in_place,)))
+        return text(schedule, XML_SUFFIX, facts=Facts(self.protocol, (schedule.in_place,)))
 
     # -- slots ---------------------------------------------------------------------------------------------------------
 
@@ -156,16 +185,19 @@ class MSCCLProgram:
         return None
 
     def _at(self, rank: int, buffer: object, index: int) -> Content:
-        buffer, index = self.collective.get_buffer_index(rank, buffer, index)
         slots = self.buffers[rank].get(buffer, [])
         return slots[index] if 0 <= index < len(slots) else None
 
     def _put(self, rank: int, buffer: object, index: int, content: Content) -> None:
-        buffer, index = self.collective.get_buffer_index(rank, buffer, index)
         slots = self.buffers[rank].setdefault(buffer, [])
         if index >= len(slots) and buffer not in (Buffer.input, Buffer.output):
             slots.extend([None] * (index + 1 - len(slots)))
         slots[index] = content
+
+    def _ref(self, rank: int, buffer: object, index: int, size: int) -> Ref:
+        """To where these slots really lie."""
+        self._place(rank, buffer, index, size)
+        return Ref(self, rank, *self.collective.get_buffer_index(rank, buffer, index), size)
 
     def _place(self, rank: int, buffer: object, index: int, size: int) -> Place:
         """The same in our language; what is out of bounds is refused with the program's own line."""
@@ -200,7 +232,7 @@ class MSCCLProgram:
 
 
 class Ref:
-    """`size` chunks from `index` on of a buffer of a rank."""
+    """`size` chunks from `index` on of a buffer of a rank: in place, of the buffer that they really lie in."""
 
     def __init__(self, prog: MSCCLProgram, rank: int, buffer: object, index: int, size: int) -> None:
         self.prog, self.rank, self.buffer, self.index, self.size = prog, rank, buffer, index, size
@@ -211,13 +243,20 @@ class Ref:
     def copy(
         self, dst: int, buffer: object = None, index: int = -1, sendtb: int = -1, recvtb: int = -1, ch: int = -1
     ) -> Ref:
-        """To rank `dst`: the same place, or that buffer and index; in scratch, without an index, behind all of it."""
+        """To rank `dst`: the same place, or that buffer and index; in scratch, without an index, behind all of it.
+
+        In place, buffer and index are understood as on the rank that sends: AllGather's input 0 is where the sender's
+        shard lies, at the receiver too.
+        """
         if buffer is None:
             buffer = self.buffer
             index = self.index if index == -1 else index
         if index == -1 and buffer not in (Buffer.input, Buffer.output):
             index = len(self.prog.buffers[dst].get(buffer, []))
-        to = Ref(self.prog, dst, buffer, index, self.size)
+        self.prog._place(dst, buffer, index, self.size)
+        to = self.prog._ref(dst, *self.prog.collective.get_buffer_index(self.rank, buffer, index), self.size)
+        if (to.rank, to.buffer, to.index) == (self.rank, self.buffer, self.index):
+            return to  # in place, it is there already
         self.prog._record(COPY, self, to, _channel(ch, sendtb, recvtb), sys._getframe(1))
         return to
 
@@ -292,8 +331,8 @@ def _curr() -> MSCCLProgram:
 def chunk(rank: int, buffer: object, index: int, size: int = 1) -> Ref | None:
     """A reference to chunks; None where nothing stands at the first of them."""
     prog = _curr()
-    prog._place(rank, buffer, index, size)
-    return Ref(prog, rank, buffer, index, size) if prog._at(rank, buffer, index) is not None else None
+    found = prog._ref(rank, buffer, index, size)
+    return found if prog._at(rank, found.buffer, found.index) is not None else None
 
 
 def create_scratch(rank: int, name: object) -> None:

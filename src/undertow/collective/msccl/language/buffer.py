@@ -1,0 +1,5 @@
+"""Where MSCCLang programs look for buffers."""
+
+from ..chunks import Buffer
+
+__all__ = ["Buffer"]

@@ -1,0 +1,5 @@
+"""Where MSCCLang programs look for NVIDIA's machines."""
+
+from . import dgx1
+
+__all__ = ["dgx1"]

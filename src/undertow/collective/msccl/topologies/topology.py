@@ -1,0 +1,5 @@
+"""Where MSCCLang programs look for the class of all topologies."""
+
+from . import Topology
+
+__all__ = ["Topology"]
