@@ -220,10 +220,7 @@ def test_arguments_are_named_with_what_they_were_and_must_be() -> None:
         "plan for other rows": (
             "InvalidArgument: plan is made for parcels [(0, 2), (2, 5)], but must be made for 4 rows."
         ),
-        "not a group": (
-            "InvalidArgument: group is str, but must be an undertow group, a ProcessGroup, a DeviceMesh dimension or"
-            " None."
-        ),
+        "not a group": "InvalidArgument: group is 'world', but must be the name of a group that was used before ('0').",
         "negative buffer": "InvalidArgument: shape is [2, -1], but must be made of extents of at least 0.",
         "lane name": "InvalidArgument: lane is 'tube', but must be one of net, peer, dma.",
     }

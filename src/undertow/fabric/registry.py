@@ -103,7 +103,8 @@ def named(name: str) -> Group:
     """The group of that name, which this process has used before: operators of torch carry names, not objects."""
     found = _groups.get(name)
     if found is None:
-        must = f"a name of {', '.join(sorted(_groups)) or 'a group; call undertow.init() first'}"
+        known = ", ".join(repr(one) for one in sorted(_groups)) or "there is none: call undertow.init() first"
+        must = f"the name of a group that was used before ({known})"
         raise errors.InvalidArgument(argument="group", was=repr(name), must=must)
     return found
 

@@ -16,7 +16,7 @@ import torch
 from ..errors import InvalidArgument
 from ..fabric.group import Group
 from ..fabric.registry import as_group
-from ..plan.plan import Plan
+from ..plan.plan import DEVICES, Plan
 from .finish import ACTIVATIONS, FUNCTIONS
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def autocast(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The operands as torch.autocast wants those of a matmul."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind not in DEVICES or not torch.is_autocast_enabled(kind):  # of others the operator says what they must be
         return x, w, bias
     dtype = torch.get_autocast_dtype(kind)
     if not (x.is_floating_point() and w.is_floating_point()) or torch.float64 in (x.dtype, w.dtype):
