@@ -56,7 +56,11 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
     ("path", "value", "sentence"),
     [
         ("format", "undertow cluster 9", "machine.format is 'undertow cluster 9', but must be"),
-        ("links.low.bandwidth", -1.0, "machine.links.low.bandwidth is -1.0, but must be a number above 0"),
+        (
+            "links.low.bandwidth",
+            -1.0,
+            "machine.links.low.bandwidth is -1.0, but must be a number of at least 1 and at most 1e+15",
+        ),
         ("links.low.bandwidth", None, "machine.links.low is without 'bandwidth'"),
         ("links.low.latency", float("nan"), "machine.links.low.latency is nan"),
         ("links.low.source", None, "machine.links.low is without 'source'"),
@@ -215,3 +219,22 @@ def test_a_node_as_the_planners_machine() -> None:
 def test_scaling_a_cluster() -> None:
     pod = Cluster.load("h100-pod").scaled(4)
     assert (pod.ranks, pod.network.ranks, pod.topology.per_node) == (32, 32, 8)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("bandwidth", 1e-320), ("bandwidth", 10**400), ("latency", 1e308), ("latency", False), ("bandwidth", True)],
+)
+def test_links_beyond_reason_are_refused(key: str, value: object) -> None:
+    """With fair sharing such a link would never end."""
+    data = tomllib.loads((resources.files("undertow.sim") / "machines" / "h100x8.toml").read_text())
+    data["links"][next(iter(data["links"]))][key] = value
+    with pytest.raises(InvalidArgument, match=key):
+        Cluster.from_dict(data)
+
+
+def test_a_number_of_too_many_digits_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "machine.toml"
+    path.write_text(f"format = {'1' * 5000}")
+    with pytest.raises(InvalidArgument, match="readable file in TOML"):
+        Cluster.load(path)

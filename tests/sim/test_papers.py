@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "papers"))
-import conccl
 import flux
 import fused_embedding
 import h200
@@ -23,15 +22,6 @@ def test_all_to_next_gains_what_eight_cards_can_give(nodes: int) -> None:
     nbytes = 256 << 20
     ratio = msccl.seconds(msccl.naive_next, nodes, nbytes) / msccl.seconds(LIBRARY["all_to_next"], nodes, nbytes)
     assert 4 < ratio <= 8
-
-
-def test_copy_engines_beat_priority_beats_two_streams() -> None:
-    cluster = Cluster.load("mi300x8")
-    assert cluster.interference is not None
-    shares = {
-        way: sum(one.share(way, cluster.interference) for one in conccl.scenarios(cluster)) for way in conccl.NAMES
-    }
-    assert shares["base"] < shares["prioritised"] < shares["engines"]
 
 
 def test_slices_of_an_embedding_save_time() -> None:

@@ -58,12 +58,14 @@ def sim(
     if timeline is not None:
         check_writable(timeline)
     lines: list[Line] = []
-    best: tuple[float, str, Answer] | None = None
+    best: tuple[float, str, Answer] | None = None  # of the largest scale that runs
+    here: tuple[float, str, Answer] | None
+    at = cluster
     with progress_bar(shown=True) as report:
         total = len(scales) * len(chosen.strategies)
         for nodes in scales:
             scaled = cluster if nodes == cluster.shape.nodes else cluster.scaled(nodes)
-            known, best = Collectives(scaled), None
+            known, here = Collectives(scaled), None
             for name, run in chosen.strategies.items():
                 report(f"{name}, {scaled.ranks} ranks", len(lines) / total)
                 found = fits(lambda run=run, scaled=scaled, known=known: run(scaled, known))  # type: ignore[misc]
@@ -71,8 +73,10 @@ def sim(
                     lines.append(Line(nodes, scaled.ranks, name, None, {}, found))
                     continue
                 lines.append(Line(nodes, scaled.ranks, name, found.seconds, found.resources))
-                if best is None or found.seconds < best[0]:
-                    best = found.seconds, name, found
+                if here is None or found.seconds < here[0]:
+                    here = found.seconds, name, found
+            if here is not None:
+                best, at = here, scaled
     if best is None:
         raise InvalidArgument(
             argument="target", was=repr(target), must=f"one that runs on {machine} ({lines[-1].problem})"
@@ -80,7 +84,7 @@ def sim(
     gains = []
     if why:
         run = chosen.strategies[best[1]]
-        gains = what_if(scaled, lambda other: run(other, Collectives(other)).seconds)
+        gains = what_if(at, lambda other: run(other, Collectives(other)).seconds)
     if as_json:
         found_gains = [{"what": gain.what, "speedup": gain.speedup} for gain in gains]
         typer.echo(
@@ -89,7 +93,7 @@ def sim(
     else:
         show(scale_table(f"{chosen.name} on {cluster.name}: {cluster.description}", lines))
         if gains:
-            show(gains_table(f"{best[1]} at {scaled.ranks} ranks", gains))
+            show(gains_table(f"{best[1]} at {at.ranks} ranks", gains))
     if timeline is not None:
         best[2].timeline().save(timeline)
         typer.echo(f"The timeline is {timeline}.", err=as_json)
@@ -98,7 +102,7 @@ def sim(
             raise InvalidArgument(argument="--chakra", was=repr(chakra), must="unset for a program: it has no step")
         path = Path(f"{chakra}.0.et")
         check_writable(path)
-        chakra_files.write(path, chakra_files.from_outcome(best[2].outcome, scaled))
+        chakra_files.write(path, chakra_files.from_outcome(best[2].outcome, at))
         typer.echo(f"The trace is {path}.", err=as_json)
 
 

@@ -13,6 +13,9 @@ from ..errors import InvalidArgument
 
 Points = tuple[tuple[int, float], ...]
 """A curve: (amount, seconds), amounts growing."""
+_MOST_WHOLE = 10**18  # fits 64 bits
+_MOST = 1e24  # no machine has more of anything, and sums of it are still finite
+_SHOWN = 60
 
 
 class Section:
@@ -33,7 +36,9 @@ class Section:
         return key in self._data
 
     def refuse(self, key: str, was: object, must: str) -> InvalidArgument:
-        return InvalidArgument(argument=f"{self._where}.{key}", was=repr(was), must=must)
+        told = repr(was)
+        told = told if len(told) <= _SHOWN else f"{told[:_SHOWN]}..."
+        return InvalidArgument(argument=f"{self._where}.{key}", was=told, must=must)
 
     def section(self, key: str) -> Section:
         return Section(f"{self._where}.{key}", self.take(key))
@@ -72,14 +77,19 @@ class Section:
             raise self.refuse(key, value, "a whole number of at least 1")
         return int(value)
 
-    def positive(self, key: str, least: float = 0.0) -> float:
+    def positive(self, key: str, least: float = 0.0, most: float = math.inf) -> float:
         value = self.take(key)
-        if not _is_positive(value) or value < least:
-            raise self.refuse(key, value, f"a number of at least {least:g}" if least else "a number above 0")
+        if not _is_positive(value) or not least <= value <= most:
+            must = f"a number of at least {least:g}" if least else "a number above 0"
+            raise self.refuse(key, value, must if most == math.inf else f"{must} and at most {most:g}")
         return float(value)
 
-    def not_negative(self, key: str) -> float:
-        return 0.0 if self._data.get(key) == 0 and self._data.pop(key) == 0 else self.positive(key)
+    def not_negative(self, key: str, most: float = math.inf) -> float:
+        value = self._data.get(key)
+        if value == 0 and not isinstance(value, bool):
+            del self._data[key]
+            return 0.0
+        return self.positive(key, most=most)
 
     def points(self, key: str) -> Points:
         value = self.take(key)
@@ -111,11 +121,13 @@ class Section:
 
 
 def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST_WHOLE
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 < value <= _MOST  # an int of any length can be compared, but not every one be made a float
 
 
 # -- writing -------------------------------------------------------------------------------------------------------

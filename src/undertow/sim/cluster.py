@@ -39,6 +39,7 @@ from .topologies import FullyConnected, Level, Rails, Switch, Torus, Tree, squar
 
 FORMAT = "undertow cluster 1"
 MOST_BYTES = 1 << 20  # of a file
+_MOST_BANDWIDTH, _MOST_LATENCY = 1e15, 1e6  # beyond them an event's time would drown in rounding, and nothing end
 _KINDS = ("switch", "fully_connected", "ring", "torus", "tree", "rails")
 
 
@@ -134,10 +135,13 @@ class Cluster:
                     must = f"of at most {MOST_BYTES} bytes"
                     raise InvalidArgument(argument="machine", was=f"{path} of {path.stat().st_size} bytes", must=must)
                 text = path.read_text(encoding="utf-8")
-            return Cluster.from_dict(tomllib.loads(text))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+            data = tomllib.loads(text)
+        except InvalidArgument:
+            raise
+        except (OSError, ValueError, RecursionError) as error:  # of a number with too many digits a bare ValueError
             must = f"a readable file in TOML ({error}), or one of {', '.join(shipped_names())}"
             raise InvalidArgument(argument="machine", was=repr(str(source)), must=must) from error
+        return Cluster.from_dict(data)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Cluster:
@@ -189,7 +193,8 @@ def _link(name: str, section: Section) -> LinkKind:
     section.text("source")
     duplex = section.choice("duplex", ("full", "half")) if section.has("duplex") else "full"
     points = section.points("points") if section.has("points") else ()
-    kind = LinkKind(name, section.positive("bandwidth"), section.not_negative("latency"), duplex == "half", points)
+    bandwidth = section.positive("bandwidth", least=1.0, most=_MOST_BANDWIDTH)
+    kind = LinkKind(name, bandwidth, section.not_negative("latency", most=_MOST_LATENCY), duplex == "half", points)
     section.finish()
     return kind
 

@@ -10,8 +10,9 @@
 All ranks do the same, so one stands for all; a pipeline has one for each stage. Computing takes
 max(flops / peak, bytes / memory bandwidth) of the cluster's device: a roofline, an optimist's guess; `seconds` says
 better where a kernel was measured. Collectives are run on the cluster's links (`collectives`). Communication goes by
-streams (engines) of its own, one after the other in each. Where the cluster has an interference model, kernels and
-collectives slow each other as it says.
+streams (engines) of its own, one after the other in each: all collectives of a step share one, whatever links they
+take. The cluster's interference model sees a collective only where `multiprocessors` says how many SMs it holds; the
+presets and step files do not say it.
 """
 
 from __future__ import annotations
