@@ -85,7 +85,8 @@ if __name__ == "__main__":
             Figure("largest speed-up of copy engines", "1.67×", f"{best:.2f}×"),
         ],
         [
-            "The order follows from the model, whatever the contention; the sizes do not come out: what both sides lose to shared caches and memory, which keeps even"
+            "The order follows from the model, whatever the contention; the sizes do not come out: what both sides"
+            " lose to shared caches and memory, which keeps even"
             " copy engines at two thirds, was not published as numbers, so it is not simulated.",
             "The paper's 30 scenarios could not be read; these are shapes of Llama's layers and 64 MiB to 1 GiB.",
         ],

@@ -59,7 +59,7 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         (
             "links.low.bandwidth",
             -1.0,
-            "machine.links.low.bandwidth is -1.0, but must be a number of at least 1 and at most 1e+15",
+            "machine.links.low.bandwidth is -1.0, but must be a number of at least 1",
         ),
         ("links.low.bandwidth", None, "machine.links.low is without 'bandwidth'"),
         ("links.low.latency", float("nan"), "machine.links.low.latency is nan"),

@@ -6,6 +6,7 @@ for the pairs that are asked for, all at once, so that thousands of ranks cost w
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,16 +77,16 @@ class Links:
         return np.repeat(np.arange(len(self.kinds)), self._counts).astype(np.int64)
 
 
-class Network:
+class Network(ABC):
     """Links of all kinds, ranks 0 to `ranks` - 1, and the ways between them, as a subclass says in `_hops`."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.links = Links()
 
+    @abstractmethod
     def _hops(self, source: Ints, destination: Ints) -> Sequence[Ints]:
         """For each hop, the link of each pair, -1 where a pair has none."""
-        raise NotImplementedError
 
     def routes(self, source: Ints, destination: Ints) -> Routes:
         """The routes of pairs of different ranks."""
