@@ -124,19 +124,31 @@ class Bench:
         )  # fmt: skip
 
     def fused(
-        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, problem: Problem, plan: Plan
+        self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, problem: Problem, plan: Plan, guarded: bool = False
     ) -> Callable[[int], torch.Tensor]:
+        """Bare, as the serial calls here are; `guarded` as the operators do it, with the watchdog's words around it."""
         from undertow.ops import fused_cuda
         from undertow.ops.finish import Finish
 
         finish = Finish(None, "none")
 
         def call(_: int) -> torch.Tensor:
-            with self.fabric.guarded_call((out,)):
-                fused_cuda.run(x, w, out, problem, plan, finish, self.fabric)
+            fused_cuda.run(x, w, out, problem, plan, finish, self.fabric)
             return out
 
-        return call
+        def watched(which: int) -> torch.Tensor:
+            with self.fabric.guarded_call((out,)):
+                return call(which)
+
+        return watched if guarded else call
+
+    def forms(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, problem: Problem, plan: Plan) -> Variants:
+        """The plan, the same on one SM fewer, and (not counted among the best) watched."""
+        fewer = replace(plan, share=replace(plan.share, multiprocessors=self.sms - 1))
+        return {
+            "fused": self.fused(x, w, out, problem, plan), "fused -1": self.fused(x, w, out, problem, fewer),
+            "guarded": self.fused(x, w, out, problem, plan, guarded=True),
+        }  # fmt: skip
 
     def ctas(self) -> list[int]:
         return sorted({max(1, self.sms // 2), self.sms})
@@ -163,7 +175,7 @@ class Bench:
         alone = self.gemm(x, w, y, plan.tile)
         found: Variants = {
             "cublas": lambda _: torch.mm(x, w, out=y), "gemm": lambda _: (alone(), y)[1],
-            "fused": self.fused(x, w, out, problem, plan),
+            **self.forms(x, w, out, problem, plan),
         }  # fmt: skip
         source, scattered = self.buffer("source", m * n), self.buffer("out", m * n if reduce else shard * n)
         for ctas in self.ctas():
@@ -204,7 +216,7 @@ class Bench:
         alone = self.gemm(whole, w, y, plan.tile)
         found: Variants = {
             "cublas": lambda _: torch.mm(whole, w, out=y), "gemm": lambda _: (alone(), y)[1],
-            "fused": self.fused(x, w, out, problem, plan),
+            **self.forms(x, w, out, problem, plan),
         }  # fmt: skip
         for loaders in self.options["loaders"]:
             if loaders != plan.share.communication_ctas:
@@ -238,7 +250,7 @@ class Bench:
         out, y = (torch.empty(m, n, device=self.device, dtype=BF16) for _ in range(2))
         base = fused_plan(problem, "peer")
         assert base.tile is not None
-        plans = {"fused": base}
+        plans = {"fused": base, "fused -1": replace(base, share=Share(multiprocessors=self.sms - 1))}
         for block_n, split in self.options["decode"]:
             plans[f"fused {block_n}/{split}"] = replace(base, tile=(base.tile[0], block_n), split=split)
         found: Variants = {"cublas": lambda which: torch.mm(x, weights[which], out=y)}
@@ -282,7 +294,7 @@ class Bench:
             alone = name in ("cublas", "gemm")
             reason = ""
             try:
-                for _ in range(3 if name.startswith("fused") else 1):  # each turn, and again the first
+                for _ in range(3 if name.startswith(("fused", "guarded")) else 1):  # each turn, and again the first
                     for one in poisoned:
                         if isinstance(one, torch.Tensor):
                             one.fill_(float("nan"))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import StrategyUnavailable
+from ..plan import fused
 from ..plan.defaults import default_plan
 from ..plan.plan import Plan, parse_strategy
 from .explain import Choice, Explanation, remember
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from ..plan.problem import Problem
     from .program import ProgramCall
 
-GRAINS = ("serial", "chunked", "signaled")
+GRAINS = ("serial", "chunked", "signaled", "fused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +91,16 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         from .tuning import auto
 
         return auto(request)
-    grain, lane = parse_strategy(strategy, GRAINS, lanes, "net")
+    grain, lane = parse_strategy(strategy, GRAINS, lanes, "peer" if strategy == "fused" else "net")
+    if grain == "fused":
+        refuse_fused(strategy, problem, lane, lanes)
     return Choice(default_plan(problem, grain, lane), "The strategy was given.")
+
+
+def refuse_fused(strategy: str, problem: Problem, lane: str, lanes: dict[str, str]) -> None:
+    """Refuse, by one sentence, a fused call that no kernel can do. Nothing else runs in its place."""
+    reason = fused.why_not(problem, lane)
+    if reason:
+        there = [one for one in ("peer", "dma", "net") if not lanes[one]]
+        possible = ", ".join([*(f"signaled:{one}" for one in there), *(f"serial:{one}" for one in there)])
+        raise StrategyUnavailable(strategy=strategy, reason=reason, possible=possible)

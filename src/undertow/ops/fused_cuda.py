@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric, SymmetricBuffer
     from ..plan.plan import Plan
     from ..plan.problem import Problem
+    from .beside import Arriving
 
 _STAGES, _LOADED = object(), object()  # names of what is kept with a fabric
 _BLOCK_K = 64
@@ -55,16 +56,39 @@ class _Stage:
 
 
 def run(
-    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: Fabric
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    problem: Problem,
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    arriving: Arriving | None = None,
 ) -> None:
-    """The whole call of any operator by one kernel; `y` is finished, but for a norm that follows."""
+    """The whole call of any operator by one kernel, then a norm that may follow."""
     assert isinstance(fabric, CudaFabric)
     _refuse(problem, plan, fabric)
     call = {fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: _decode}[fused.form(problem, plan)]
     with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
         call(x, w, y, problem, plan, finish, fabric)
+    if arriving is not None:
+        arriving.begin(_gathered(x, problem, fabric))
+        arriving.add([(0, problem.m)])
     if finish.after is not None:
         finish.apply(y)
+
+
+def _gathered(x: torch.Tensor, problem: Problem, fabric: CudaFabric) -> torch.Tensor:
+    """A copy of the rows that the last gather left in its stage, own ones among them.
+
+    Which half they are in only the device knows, as a replayed call counts there.
+    """
+    stage = _stage(fabric, ("gather", x.dtype, problem.k), 0, 0, x.dtype)
+    halves = stage.data.local.view(2, stage.half)[:, : problem.m * problem.k]
+    whole = halves.index_select(0, stage.epochs[:1] & 1).view(problem.m, problem.k)
+    first = sum(problem.shards[: fabric.group.rank])
+    whole[first : first + x.shape[0]] = x
+    return whole
 
 
 def _refuse(problem: Problem, plan: Plan, fabric: CudaFabric) -> None:

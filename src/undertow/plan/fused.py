@@ -3,6 +3,7 @@
 scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank that owns its rows, which sums. A rank
            computes the rows of the following ranks first, its own last, so that the others' parts have arrived.
            For all_reduce whole bands belong to ranks, by torch.tensor_split's rule, and the owner's sum goes to all.
+exchange   matmul_all_to_all (CPU): a tile goes to the rank that its rows are for. As scatter, without a sum.
 gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then those of the following ranks.
 decode     matmul_all_reduce of few rows: a block of columns, and perhaps a part of K, goes to every rank.
 
@@ -44,14 +45,12 @@ def form(problem: Problem, plan: Plan) -> str:
 
 def why_not(problem: Problem, lane: str) -> str:
     """Why no fused plan can run this problem over this lane, or "". Only what all ranks know decides."""
-    if problem.operator == "matmul_all_to_all":
-        return "this operator has no fused form"
-    if lane == "net":
-        return "a tile goes into the memory of its owner, which lane net has no address of"
+    if lane != "peer":
+        return "whoever computes a tile stores it into another rank's memory, which is lane peer"
     if problem.device == "cpu":
         return ""
     reasons = (
-        (lane != "peer", "kernels store into peers' memory, which is lane peer"),
+        (problem.operator == "matmul_all_to_all", "matmul_all_to_all has no fused kernel yet"),
         (problem.item_size != 2, f"the fused kernels multiply float16 and bfloat16, not {problem.dtype}"),
         (problem.operator != "all_gather_matmul" and problem.n % 8 != 0, f"N is {problem.n}, not a multiple of 8"),
         (problem.operator == "all_gather_matmul" and problem.k % 8 != 0, f"K is {problem.k}, not a multiple of 8"),

@@ -28,6 +28,8 @@ OPERATORS = {
 }
 """The order of tiles in each operator's signaled plans; `tiles.py` says what they are."""
 ORDERS = tuple(OPERATORS.values())
+_FUSED_FIELDS = {"piece": 1024, "split": 0}
+"""What only fused plans have, and what it is elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +88,20 @@ class Plan:
         return max((stop for _, stop in self.parcels), default=0)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self)
+        if self.grain != "fused":  # what others do not have is left out: plans on disk keep their names
+            for name in _FUSED_FIELDS:
+                del fields[name]
+        return json.dumps(fields, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read back what `to_json` wrote; anything else is refused with one sentence."""
         try:
-            fields = _exactly(Plan, json.loads(text))
+            found = json.loads(text)
+            if isinstance(found, dict) and found.get("grain") != "fused":
+                found = _FUSED_FIELDS | found
+            fields = _exactly(Plan, found)
             share = Share(**_exactly(Share, fields.pop("share")))
             parcels = tuple(_pair(pair) for pair in fields.pop("parcels"))
             tile = fields.pop("tile")
@@ -125,6 +134,7 @@ class Plan:
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
             ("piece", self.piece, "at least 1", _whole(self.piece, 1)),
             ("split", self.split, "at least 0", _whole(self.split, 0)),
+            ("split", self.split, "0 and piece 1024 unless the grain is fused", self._fits_its_grain()),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
             ("layout", self.layout, f"one of {', '.join(LAYOUTS)}", self.layout in LAYOUTS),
             ("program", self.program, "a text", isinstance(self.program, str)),
@@ -136,6 +146,9 @@ class Plan:
         for field, was, must, good in limits:
             if not good:
                 raise InvalidArgument(argument=f"plan.{field}", was=repr(was), must=must)
+
+    def _fits_its_grain(self) -> bool:
+        return self.grain == "fused" or {"piece": self.piece, "split": self.split} == _FUSED_FIELDS
 
     def _packs_what_stays(self) -> bool:
         return self.grain == "signaled" and self.order == "rotated" and self.layout == "packed"
@@ -253,7 +266,12 @@ def parse_strategy(strategy: str, grains: tuple[str, ...], lanes: dict[str, str]
     """`"grain"` or `"grain:lane"` to a pair that can run here. `lanes` maps a lane to why it is missing, or ""."""
     grain, _, lane = strategy.partition(":")
     lane = lane or default_lane
-    possible = ", ".join(f"{one}:{other}" for one in grains for other, missing in lanes.items() if not missing)
+    possible = ", ".join(
+        f"{one}:{other}"
+        for one in grains
+        for other, missing in lanes.items()
+        if not missing and (one != "fused" or other == "peer")
+    )
     if grain not in GRAINS or lane not in LANES:
         must = f'"auto", a grain ({", ".join(GRAINS)}) or "grain:lane" with lanes {", ".join(LANES)}'
         raise InvalidArgument(argument="strategy", was=repr(strategy), must=must)
