@@ -22,7 +22,10 @@ from undertow.ops import matmul_all_reduce as reduce
 from undertow.ops import replicated_matmul as replicated
 
 SHAPES = ((1, 1, 1), (2, 3, 1), (5, 4, 3), (7, 13, 9), (16, 8, 12), (33, 17, 6), (40, 5, 21))  # M, N, K of a rank
-STRATEGIES = tuple(f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled") for lane in ("net", "peer", "dma"))
+STRATEGIES = (
+    *(f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled") for lane in ("net", "peer", "dma")),
+    "fused:peer",
+)
 
 
 @dataclass
@@ -177,7 +180,7 @@ def exact(part: float, seed: int) -> int:
     group, chance, count = ut.init(), random.Random(seed), 0
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
     for name, strategy, shape, dtype in itertools.product(OPERATORS, (*STRATEGIES, "auto"), SHAPES, dtypes):
-        if name == "all_to_all_matmul" and "signaled" in strategy:
+        if name == "all_to_all_matmul" and strategy.startswith(("signaled", "fused")):
             continue  # it has no such form
         if strategy == "auto" and shape != SHAPES[4]:
             continue
