@@ -9,7 +9,7 @@ counts. Every variant is compared with exact integers first; one that is wrong i
 
 E = 1 - (fused - alone) / (serial - cublas): against cuBLAS as what is alone, and against our own kernel.
 
-    PYTHONPATH=src python bench/gpu_fused.py [--ranks 4] [--only scatter,gather,reduce,decode] [--m ...] [--layers ...]
+    PYTHONPATH=src python bench/gpu_fused.py [--ranks 4,8] [--only scatter,gather,...] [--m ...] [--out FILE.json]
 """
 
 from __future__ import annotations
@@ -142,14 +142,6 @@ class Bench:
 
         return watched if guarded else call
 
-    def forms(self, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, problem: Problem, plan: Plan) -> Variants:
-        """The plan, the same on one SM fewer, and (not counted among the best) watched."""
-        fewer = replace(plan, share=replace(plan.share, multiprocessors=self.sms - 1))
-        return {
-            "fused": self.fused(x, w, out, problem, plan), "fused -1": self.fused(x, w, out, problem, fewer),
-            "guarded": self.fused(x, w, out, problem, plan, guarded=True),
-        }  # fmt: skip
-
     def ctas(self) -> list[int]:
         return sorted({max(1, self.sms // 2), self.sms})
 
@@ -175,8 +167,10 @@ class Bench:
         alone = self.gemm(x, w, y, plan.tile)
         found: Variants = {
             "cublas": lambda _: torch.mm(x, w, out=y), "gemm": lambda _: (alone(), y)[1],
-            **self.forms(x, w, out, problem, plan),
+            "fused": self.fused(x, w, out, problem, plan),
         }  # fmt: skip
+        if self.options["guarded"]:
+            found["guarded"] = self.fused(x, w, out, problem, plan, guarded=True)
         source, scattered = self.buffer("source", m * n), self.buffer("out", m * n if reduce else shard * n)
         for ctas in self.ctas():
             if reduce:
@@ -216,7 +210,7 @@ class Bench:
         alone = self.gemm(whole, w, y, plan.tile)
         found: Variants = {
             "cublas": lambda _: torch.mm(whole, w, out=y), "gemm": lambda _: (alone(), y)[1],
-            **self.forms(x, w, out, problem, plan),
+            "fused": self.fused(x, w, out, problem, plan),
         }  # fmt: skip
         for loaders in self.options["loaders"]:
             if loaders != plan.share.communication_ctas:
@@ -250,7 +244,7 @@ class Bench:
         out, y = (torch.empty(m, n, device=self.device, dtype=BF16) for _ in range(2))
         base = fused_plan(problem, "peer")
         assert base.tile is not None
-        plans = {"fused": base, "fused -1": replace(base, share=Share(multiprocessors=self.sms - 1))}
+        plans = {"fused": base}
         for block_n, split in self.options["decode"]:
             plans[f"fused {block_n}/{split}"] = replace(base, tile=(base.tile[0], block_n), split=split)
         found: Variants = {"cublas": lambda which: torch.mm(x, weights[which], out=y)}
@@ -428,28 +422,72 @@ def summary(found: list[dict[str, Any]]) -> str:
 
 
 def cases(options: dict[str, Any], ranks: int) -> list[tuple[str, str, int, int, int]]:
-    found = []
-    for kind in options["only"]:
-        if kind == "decode":
-            found += [(kind, "decode", m, k, DECODE_N) for k in DECODE_K for m in DECODE_M]
-            continue
-        for model in options["models"]:
-            hidden = HIDDEN[model]
-            for m in options["m"]:
-                if kind == "gather":
-                    found += [(kind, model, m, hidden, n // ranks) for n in COLUMN_PARALLEL[model]]
-                elif kind == "scatter" or model == "llama3-70b":
-                    found += [(kind, model, m, k // ranks, hidden) for k in ROW_PARALLEL[model]]
+    """What matters most first: few rows, then model after model, the middle sizes before the ends."""
+    found: list[tuple[str, str, int, int, int]] = []
+    if "decode" in options["only"]:
+        found += [("decode", "decode", m, k, DECODE_N) for k in DECODE_K for m in DECODE_M]
+    for model in options["models"]:
+        hidden = HIDDEN[model]
+        for m in options["m"]:
+            if "scatter" in options["only"]:
+                found += [("scatter", model, m, k // ranks, hidden) for k in ROW_PARALLEL[model]]
+            if "gather" in options["only"]:
+                found += [("gather", model, m, hidden, n // ranks) for n in COLUMN_PARALLEL[model]]
+    if "reduce" in options["only"]:
+        found += [("reduce", "llama3-70b", m, k // ranks, 8192) for m in options["m"] for k in (8192, 28672)]
     return found
 
 
+def odd(bench: Bench) -> list[str]:
+    """Operators as users call them, fused, on shapes with tails, bias and gradients: what is wrong."""
+    group, device, size, rank = bench.group, bench.device, bench.size, bench.rank
+    wrong: list[str] = []
+
+    def same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        if got.shape != want.shape or not torch.equal(got, want.to(got.dtype)):
+            wrong.append(name)
+
+    for m, n, k in ((300, 272, 72), (size * 70 + 3, 528, 200)):
+        xs = [integers(m, k, 500 + one, device, 3) for one in range(size)]
+        ws = [integers(n, k, 600 + one, device, 4).t() for one in range(size)]
+        whole = sum(x.float() @ w.float() for x, w in zip(xs, ws, strict=True))
+        parts = torch.tensor_split(whole, size)
+        x, w = xs[rank].clone().requires_grad_(), ws[rank].detach().clone().requires_grad_()
+        y = ut.matmul_reduce_scatter(x, w, group=group, strategy="fused")
+        same(f"scatter {m} {n} {k}", y.detach(), parts[rank])
+        y.backward(torch.ones_like(y))
+        same(f"gradient of x {m} {n} {k}", x.grad, torch.ones(m, n, device=device) @ ws[rank].float().t())
+        same(f"gradient of w {m} {n} {k}", w.grad, xs[rank].float().t() @ torch.ones(m, n, device=device))
+        with torch.no_grad():
+            same(f"reduce {m} {n} {k}", ut.matmul_all_reduce(x, w, group=group, strategy="fused"), whole)
+            rows = [m // 4 + 5 * one for one in range(size)]
+            x_own = xs[rank][: rows[rank]]
+            gathered = torch.cat([xs[one][: rows[one]] for one in range(size)]).float()
+            bias = (torch.arange(n, device=device) % 5 - 2).to(BF16)
+            want = torch.relu(gathered @ ws[rank].float() + bias.float())
+            found = ut.all_gather_matmul(
+                x_own, w, rows=rows, bias=bias, activation="relu", group=group, strategy="fused"
+            )  # fmt: skip
+            same(f"gather {rows} {n} {k}", found, want)
+            for few in (3, 33):
+                want = sum(x[:few].float() @ w.float() for x, w in zip(xs, ws, strict=True))
+                same(f"decode {few} {n} {k}", ut.matmul_all_reduce(x[:few], w, group=group, strategy="fused"), want)
+    torch.cuda.synchronize()
+    group.check()
+    return sorted({one for found in group.exchange(wrong, "what is wrong") for one in found})
+
+
 def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
-    bench = Bench(options)
     began = time.perf_counter()
+    bench = Bench(options)
     found: list[dict[str, Any]] = []
+
+    def late() -> bool:
+        mine = time.perf_counter() - began > options["seconds"]
+        return any(bench.group.exchange(mine, "whether time is left"))
+
     for case in cases(options, bench.size):
-        late = time.perf_counter() - began > options["seconds"]
-        if any(bench.group.exchange(late, "whether time is left")):
+        if late():
             if bench.group.rank == 0:
                 print(f"out of time before {case}", flush=True)
             break
@@ -457,32 +495,56 @@ def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
         torch.cuda.empty_cache()
         if bench.group.rank == 0:
             print(line(found[-1]), flush=True)
+            if options["part"]:
+                Path(options["part"]).write_text(json.dumps(found, indent=1, default=str) + "\n")
+    if bench.group.rank == 0:
+        print(f"{bench.size} ranks\n{summary(found)}", flush=True)
+    if options["odd"]:
+        wrong = odd(bench)
+        if bench.group.rank == 0:
+            print(f"{bench.size} ranks, operators on odd shapes, fused: {', '.join(wrong) or 'all exact'}", flush=True)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", default="4,8")
     parser.add_argument("--only", default="decode,scatter,gather,reduce")
     parser.add_argument("--models", default="llama3-70b,gpt3-175b")
-    parser.add_argument("--m", default="512,2048,8192")
+    parser.add_argument("--m", default="2048,8192,512,4096,1024")
     parser.add_argument("--loaders", default="2,8")
-    parser.add_argument("--decode", default="128/1", help="block_n/split of further decode plans")
+    parser.add_argument("--decode", default="", help="block_n/split of further decode plans, as 128/2,128/1")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=110, help="no shape is begun later than this")
+    parser.add_argument("--seconds", default="42,16", help="for each number of ranks: no shape is begun later")
+    parser.add_argument("--guarded", action="store_true", help="also as the operators call it, watched")
+    parser.add_argument("--no-odd", action="store_true", help="leave out the operators on odd shapes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    given = {
-        "only": options.only.split(","), "models": options.models.split(","),
-        "m": [int(one) for one in options.m.split(",")], "rounds": options.rounds, "seconds": options.seconds,
-        "loaders": [int(one) for one in options.loaders.split(",") if one],
-        "decode": [[int(part) for part in one.split("/")] for one in options.decode.split(",") if one],
-    }  # fmt: skip
-    found = ut.launch(rank_main, options.ranks, device="cuda", args=(given,), deadline=30)[0]
-    print(f"{options.ranks} ranks\n{summary(found)}")
-    if options.out:
-        facts = environment({"link": f"virtual node of {options.ranks}, peer"})
-        options.out.write_text(json.dumps({"shapes": found, "environment": facts}, indent=1, default=str) + "\n")
+    report: dict[str, Any] = {"ranks": {}, "environment": {}}
+    limits = [float(one) for one in options.seconds.split(",")]
+    for number, ranks in enumerate(int(one) for one in options.ranks.split(",")):
+        part = options.out.with_suffix(f".{ranks}.part.json") if options.out else None
+        given = {
+            "only": options.only.split(","), "models": options.models.split(","), "rounds": options.rounds,
+            "m": [int(one) for one in options.m.split(",")], "seconds": limits[min(number, len(limits) - 1)],
+            "loaders": [int(one) for one in options.loaders.split(",") if one], "guarded": options.guarded,
+            "decode": [[int(part) for part in one.split("/")] for one in options.decode.split(",") if one],
+            "part": str(part) if part else "", "odd": not options.no_odd and number == 0,
+        }  # fmt: skip
+        try:
+            found = ut.launch(rank_main, ranks, device="cuda", args=(given,), deadline=20)[0]
+        except Exception as error:
+            print(f"{ranks} ranks: {error}", flush=True)
+            report.setdefault("failed", {})[ranks] = str(error)
+            found = json.loads(part.read_text()) if part and part.exists() else []
+        report["ranks"][ranks] = found
+        if options.out:
+            report["environment"] = environment({"link": "virtual node, peer"})
+            options.out.write_text(json.dumps(report, indent=1, default=str) + "\n")
+        if part:
+            part.unlink(missing_ok=True)
+    if "failed" in report:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

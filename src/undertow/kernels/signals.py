@@ -107,7 +107,7 @@ POLL:
     setp.ge.s32 done, seen, 0;
     @done bra JOIN;
     add.u32 polls, polls, 1;
-    and.b32 seen, polls, 63;
+    and.b32 seen, polls, 1023;
     setp.ne.u32 again, seen, 0;
     @again bra POLL;
     ld.relaxed.sys.global.b32 seen, [$5];
