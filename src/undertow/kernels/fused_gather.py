@@ -32,7 +32,7 @@ from .signals import proxy_fence, signal_set, signal_wait_all
 
 LINE = tl.constexpr(32)  # 32-bit words of a band's line: one for each part of its columns
 MOST_PARTS = 32
-_COPIED_ROWS = tl.constexpr(32)
+_COPIED_ROWS = tl.constexpr(64)
 
 
 @triton.jit

@@ -119,7 +119,7 @@ def _sum(
     RANKS: tl.constexpr, BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """An own tile of all ranks, summed in their order, finished, stored; a few rows at a time."""
-    ROWS: tl.constexpr = 128 // RANKS if RANKS > 2 else 32
+    ROWS: tl.constexpr = 64 if RANKS <= 4 else 32
     across = column // 16 * 16 + tl.arange(0, BLOCK_N)[None, :]
     for top in tl.static_range(0, BLOCK_M, ROWS):
         down = top + tl.arange(0, ROWS)[:, None]
