@@ -422,13 +422,13 @@ def summary(found: list[dict[str, Any]]) -> str:
 
 
 def cases(options: dict[str, Any], ranks: int) -> list[tuple[str, str, int, int, int]]:
-    """What matters most first: few rows, then model after model, the middle sizes before the ends."""
+    """What matters most first: few rows, then the middle sizes before the ends."""
     found: list[tuple[str, str, int, int, int]] = []
     if "decode" in options["only"]:
         found += [("decode", "decode", m, k, DECODE_N) for k in DECODE_K for m in DECODE_M]
-    for model in options["models"]:
-        hidden = HIDDEN[model]
-        for m in options["m"]:
+    for m in options["m"]:
+        for model in options["models"]:
+            hidden = HIDDEN[model]
             if "scatter" in options["only"]:
                 found += [("scatter", model, m, k // ranks, hidden) for k in ROW_PARALLEL[model]]
             if "gather" in options["only"]:
@@ -515,7 +515,7 @@ def main() -> None:
     parser.add_argument("--loaders", default="2,8")
     parser.add_argument("--decode", default="", help="block_n/split of further decode plans, as 128/2,128/1")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", default="42,16", help="for each number of ranks: no shape is begun later")
+    parser.add_argument("--seconds", default="32,8", help="for each number of ranks: no shape is begun later")
     parser.add_argument("--guarded", action="store_true", help="also as the operators call it, watched")
     parser.add_argument("--no-odd", action="store_true", help="leave out the operators on odd shapes")
     parser.add_argument("--out", type=Path)
