@@ -32,7 +32,7 @@ from .signals import proxy_fence, signal_set, signal_wait_all
 
 LINE = tl.constexpr(32)  # 32-bit words of a band's line: one for each part of its columns
 MOST_PARTS = 32
-_COPIED_ROWS = tl.constexpr(64)
+_COPIED = tl.constexpr(64 << 10)  # elements that a CTA has under way: half of its registers
 
 
 @triton.jit
@@ -40,9 +40,10 @@ def _push(
     x, target, row, rows, into, column, inner, stride, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Rows [row, row + BLOCK_M) of x, `WIDTH` columns from `column` on, to rows from `into` on of a gathered matrix."""
+    ROWS: tl.constexpr = _COPIED // WIDTH if _COPIED // WIDTH < BLOCK_M else BLOCK_M
     across = column + tl.arange(0, WIDTH)[None, :]
-    for top in tl.static_range(0, BLOCK_M, _COPIED_ROWS):
-        down = top + tl.arange(0, _COPIED_ROWS)[:, None]
+    for top in tl.static_range(0, BLOCK_M, ROWS):
+        down = top + tl.arange(0, ROWS)[:, None]
         mask = (row + down < rows) & (across < inner)
         found = tl.load(x + (row + down).to(tl.int64) * stride + across, mask=mask)
         tl.store(target + (into + down).to(tl.int64) * inner + across, found, mask=mask)

@@ -11,6 +11,7 @@ from ..plan import fused
 from ..plan.defaults import default_plan
 from ..plan.plan import Plan, parse_strategy
 from .explain import Choice, Explanation, remember
+from .fused import unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +87,8 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
     if plan is not None:
         parse_strategy(plan.name, GRAINS, lanes, plan.lane)
         plan.check(problem)
+        if plan.grain == "fused":
+            refuse_fused(plan.name, request, plan.lane)
         return Choice(plan, "The plan was given.")
     if strategy == "auto":
         from .tuning import auto
@@ -93,14 +96,15 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         return auto(request)
     grain, lane = parse_strategy(strategy, GRAINS, lanes, "peer" if strategy == "fused" else "net")
     if grain == "fused":
-        refuse_fused(strategy, problem, lane, lanes)
+        refuse_fused(strategy, request, lane)
     return Choice(default_plan(problem, grain, lane), "The strategy was given.")
 
 
-def refuse_fused(strategy: str, problem: Problem, lane: str, lanes: dict[str, str]) -> None:
+def refuse_fused(strategy: str, request: Request, lane: str) -> None:
     """Refuse, by one sentence, a fused call that no kernel can do. Nothing else runs in its place."""
-    reason = fused.why_not(problem, lane)
+    reason = fused.why_not(request.problem, lane) or unavailable(request.group)
     if reason:
+        lanes = request.group.fabric.lanes()
         there = [one for one in ("peer", "dma", "net") if not lanes[one]]
         possible = ", ".join([*(f"signaled:{one}" for one in there), *(f"serial:{one}" for one in there)])
         raise StrategyUnavailable(strategy=strategy, reason=reason, possible=possible)

@@ -10,17 +10,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..collective.carry import Carrier
 from .overlap import half_way
 
 if TYPE_CHECKING:
-    import torch
-
     from ..fabric.base import Fabric, Lane
+    from ..fabric.group import Group
     from ..plan.plan import Plan
     from ..plan.problem import Problem
     from .beside import Arriving, Beside
     from .finish import Finish
+
+
+def unavailable(group: Group) -> str:
+    """Why this rank's device cannot run a fused kernel, whatever the problem, or ""; ranks have GPUs of one kind."""
+    if group.device.type == "cpu":
+        return ""
+    if torch.cuda.get_device_capability(group.device)[0] < 9:
+        return "the fused kernels need TMA, which GPUs before sm_90 do not have"
+    return ""
 
 
 def run(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import InvalidArgument, StrategyUnavailable
+from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric, CudaStream
 from ..plan import fused
@@ -67,7 +67,6 @@ def run(
 ) -> None:
     """The whole call of any operator by one kernel, then a norm that may follow."""
     assert isinstance(fabric, CudaFabric)
-    _refuse(problem, plan, fabric)
     call = {fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: _decode}[fused.form(problem, plan)]
     with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
         call(x, w, y, problem, plan, finish, fabric)
@@ -89,17 +88,6 @@ def _gathered(x: torch.Tensor, problem: Problem, fabric: CudaFabric) -> torch.Te
     first = sum(problem.shards[: fabric.group.rank])
     whole[first : first + x.shape[0]] = x
     return whole
-
-
-def _refuse(problem: Problem, plan: Plan, fabric: CudaFabric) -> None:
-    """What the plan could not know: this GPU, this process."""
-    reason = fused.why_not(problem, plan.lane)
-    if not reason and torch.cuda.get_device_capability(fabric.device)[0] < 9:
-        reason = "this GPU has no TMA"
-    if not reason and fabric.lanes()["peer"]:
-        reason = fabric.lanes()["peer"]
-    if reason:
-        raise StrategyUnavailable(strategy=plan.name, reason=reason, possible="signaled:dma, chunked:dma, serial:dma")
 
 
 # -- matmul_reduce_scatter, matmul_all_reduce --------------------------------------------------------------------------

@@ -208,6 +208,12 @@ class Plan:
             ("tile", self.tile, f"one of {list(tiles)} that holds all rows where K is split", tile_fits),
             ("split", self.split, f"0 for {problem.m} rows and {problem.ranks} ranks", not self.split or few),
             ("split", self.split, f"0 for {problem.operator}", not self.split or form == fused.DECODE),
+            (
+                "piece",
+                self.piece,
+                "a power of two from 256 to 16384 on a GPU",
+                problem.device == "cpu" or self.piece in (256 << one for one in range(7)),
+            ),
             ("piece", self.piece, f"such that K of {problem.k} has at most {fused.LINE}", pieces <= fused.LINE),
         )
         for field, was, must, good in limits:
