@@ -69,8 +69,8 @@ def operators_are_exact(group: ut.Group) -> None:
                     group.check()
                     fused += strategy.startswith("fused")
                 except StrategyUnavailable as error:
-                    assert strategy.startswith("fused"), case
-                    assert any(one in str(error) for one in NOT_FUSED), f"{case}: {error}"
+                    if strategy != "fused:peer" or not any(one in str(error) for one in NOT_FUSED):
+                        raise AssertionError(f"{case}: {error}") from error
                 except Exception as error:
                     raise AssertionError(f"{case}: {error}") from error
         assert fused >= (0 if operator == "matmul_all_to_all" else 2), f"{operator}: {fused} fused cases ran"
