@@ -20,7 +20,12 @@ CHECKS: dict[str, Callable[[ut.Group], None]] = {}
 # Whole tiles, tails in every dimension, fewer rows than ranks; sizes that TMA cannot read go to the plain kernel.
 SHAPES = ((512, 512, 128), (1160, 264, 72), (515, 130, 33), (3, 16, 8))
 DTYPES = (torch.bfloat16, torch.float32)
-NOT_FUSED = ("float16 and bfloat16, not float32", "not a multiple of 8", "a rank has no rows", "no fused kernel yet")
+NOT_FUSED = (
+    "float16 and bfloat16, not float32",
+    "not a multiple of 8",
+    "a rank has no rows",
+    "have no fused kernel yet",
+)
 SEEDS = (30, 77)  # with bias, relu and uneven parts; without, weights the other way round: few kernels to compile
 
 

@@ -180,7 +180,7 @@ def exact(part: float, seed: int) -> int:
     group, chance, count = ut.init(), random.Random(seed), 0
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
     for name, strategy, shape, dtype in itertools.product(OPERATORS, (*STRATEGIES, "auto"), SHAPES, dtypes):
-        if name == "all_to_all_matmul" and strategy.startswith(("signaled", "fused")):
+        if name == "all_to_all_matmul" and "signaled" in strategy:
             continue  # it has no such form
         if strategy == "auto" and shape != SHAPES[4]:
             continue

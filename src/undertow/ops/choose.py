@@ -88,7 +88,7 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         parse_strategy(plan.name, GRAINS, lanes, plan.lane)
         plan.check(problem)
         if plan.grain == "fused":
-            refuse_fused(plan.name, request, plan.lane)
+            refuse_fused(plan.name, problem, plan.lane, request.group)
         return Choice(plan, "The plan was given.")
     if strategy == "auto":
         from .tuning import auto
@@ -96,15 +96,15 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         return auto(request)
     grain, lane = parse_strategy(strategy, GRAINS, lanes, "peer" if strategy == "fused" else "net")
     if grain == "fused":
-        refuse_fused(strategy, request, lane)
+        refuse_fused(strategy, problem, lane, request.group)
     return Choice(default_plan(problem, grain, lane), "The strategy was given.")
 
 
-def refuse_fused(strategy: str, request: Request, lane: str) -> None:
+def refuse_fused(strategy: str, problem: Problem, lane: str, group: Group) -> None:
     """Refuse, by one sentence, a fused call that no kernel can do. Nothing else runs in its place."""
-    reason = fused.why_not(request.problem, lane) or unavailable(request.group)
+    reason = fused.why_not(problem, lane) or unavailable(group)
     if reason:
-        lanes = request.group.fabric.lanes()
+        lanes = group.fabric.lanes()
         there = [one for one in ("peer", "dma", "net") if not lanes[one]]
         possible = ", ".join([*(f"signaled:{one}" for one in there), *(f"serial:{one}" for one in there)])
         raise StrategyUnavailable(strategy=strategy, reason=reason, possible=possible)

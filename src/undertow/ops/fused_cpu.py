@@ -11,6 +11,8 @@ plan means is tested without a GPU:
              for tile of own rows, then of ranks r + 1, ...: wait for the band, y = finish(x @ w)
     decode   for block of columns, part of K: slot of every rank = x @ w;   y = finish(sum over all slots)
     exchange for tile of the rows for ranks r + 1, ...: rows of the receiver = finish(x @ w); then all rows are there
+    arrive   for band of the rows for ranks r - 1, ...: rows of the receiver = x
+             for band of own rows, then of those from ranks r + 1, ...: wait for it, y = finish(rows @ w)
 
 Memory is used in turn by two calls. A call announces itself to all; nobody writes for call n before the receiver has
 announced call n - 1, which it does when it is over with call n - 2. Setting a word releases the stores before it; a
@@ -280,6 +282,53 @@ def exchange(
             turn.wait(line * size + sender, sender)
         first = firsts[sender][rank]
         y[first : first + matrix[sender][rank]] = whole[first : first + matrix[sender][rank]]
+
+
+def arrive(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    received: torch.Tensor,
+    y: torch.Tensor,
+    matrix: Sequence[Sequence[int]],
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    arriving: Arriving | None,
+) -> None:
+    """all_to_all_matmul: `matrix[sender][receiver]` rows go to `received`, and are multiplied band by band."""
+    assert plan.tile is not None
+    block_m = plan.tile[0]
+    rank, size, k = fabric.group.rank, fabric.group.size, x.shape[1]
+    firsts = [[sum(row[to] for row in matrix[:sender]) for to in range(size)] for sender in range(size)]
+    totals = [sum(row[to] for row in matrix) for to in range(size)]
+    longest = max(-(-rows // block_m) for row in matrix for rows in row)
+    turn = _Turn(fabric, "arrive", x.dtype, max(totals) * k, longest * size)
+    leaving = torch.split(x, list(matrix[rank]))
+    for step in range(1, size):
+        to = (rank - step) % size
+        turn.open(to)
+        first = firsts[rank][to]
+        theirs = turn.slot(to, 0, totals[to], k)[first : first + matrix[rank][to]]
+        for band in range(-(-matrix[rank][to] // block_m)):
+            rows = slice(band * block_m, (band + 1) * block_m)
+            theirs[rows] = leaving[to][rows]
+            turn.tell(to, band * size + rank)
+    if arriving is not None:
+        arriving.begin(received)
+    here = turn.slot(rank, 0, totals[rank], k)
+    for step in range(size):
+        sender = (rank + step) % size
+        first, count = firsts[sender][rank], matrix[sender][rank]
+        for band in range(-(-count // block_m)):
+            rows = slice(first + band * block_m, min(first + (band + 1) * block_m, first + count))
+            if sender == rank:
+                received[rows] = leaving[rank][band * block_m : (band + 1) * block_m]
+            else:
+                turn.wait(band * size + sender, sender)
+                received[rows] = here[rows]
+            _multiply(received[rows], w, y[rows], finish)
+        if arriving is not None:
+            arriving.add([(first, count)])
 
 
 def _part(matrix: torch.Tensor, row: int, rows: int, column: int, columns: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ def why_not(problem: Problem, lane: str) -> str:
     if problem.device == "cpu":
         return ""
     reasons = (
-        (problem.operator == "matmul_all_to_all", "matmul_all_to_all has no fused kernel yet"),
+        (problem.operator == "matmul_all_to_all", "tokens that change ranks have no fused kernel yet"),
         (problem.item_size != 2, f"the fused kernels multiply float16 and bfloat16, not {problem.dtype}"),
         (problem.operator != "all_gather_matmul" and problem.n % 8 != 0, f"N is {problem.n}, not a multiple of 8"),
         (problem.operator == "all_gather_matmul" and problem.k % 8 != 0, f"K is {problem.k}, not a multiple of 8"),
