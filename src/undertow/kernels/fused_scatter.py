@@ -2,14 +2,18 @@
 
 Every rank computes all tiles of its own product, those of the following rank's rows first, its own last. A finished
 tile leaves by TMA for the memory of the rank that owns its rows, where each rank has a slot of its own, and a word
-there says so. A tile that the rank owns itself never leaves: its epilogue waits for the words of all other ranks, adds
-their tiles to the sum that is still in registers, and stores the result. So nothing is summed in a second pass, and
-when own tiles come, the others' have long arrived.
+there says so. When own tiles come, the others' parts of them have long arrived: the epilogue of the CTA's next tile,
+whose accumulators are free by then, sums the own tile before. So there is no second pass, and no loader or reducer that
+would take SMs from the matmul.
 
     for tile in table:                        shards of ranks r + 1, r + 2, ..., r
         total = a @ b                         fp32
-        if mine:  wait; out = total + partials[s] for s in 0, 1, ... except r
-        else:     partials[r] of the owner = total; words[tile, r] of the owner = epoch
+        words[tile before, r] of its owner = epoch
+        partials[r] of the owner = total
+        if mine:  fetch partials[s] of this tile into L2, for all s
+        if the tile before was mine:  wait for words[tile before, s] of all s; out = sum of partials[s] in the order of s
+
+A tile's word follows one tile later, when its bulk stores have arrived and nobody has to wait for them.
 
 BROADCAST (all_reduce): the owner also keeps the sum where others can read it and tells all of them; when a CTA has no
 more tiles, it copies those of the others as they become ready.
