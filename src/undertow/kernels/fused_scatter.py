@@ -11,7 +11,7 @@ would take SMs from the matmul.
         words[tile before, r] of its owner = epoch
         partials[r] of the owner = total
         if mine:  fetch partials[s] of this tile into L2, for all s
-        if the tile before was mine:  wait for words[tile before, s] of all s; out = sum of partials[s] in the order of s
+        if the tile before was mine:  wait for words[tile before, s] of all s; out = sum over s of partials[s]
 
 A tile's word follows one tile later, when its bulk stores have arrived and nobody has to wait for them.
 
