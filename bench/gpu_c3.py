@@ -1,0 +1,180 @@
+"""Computation beside communication on one GPU: what each strategy gains, and why the two disturb each other.
+
+- A virtual node of 4 ranks with real collectives over peer memory and over the host link (`undertow c3 run` does this
+  part too), each strategy, results checked exactly.
+- The whole card with one rank: computations beside host copies and beside a local copy on SMs. Both are stand-ins.
+- Thieves of SMs, L2 and memory bandwidth of a known size beside the same computations.
+- Records of %smid: two halves of a divided card share no SM, and a bounded grid stays within its number.
+
+    PYTHONPATH=src python bench/gpu_c3.py [--ranks 4] [--parts node,tables,card,...] [--out undertow-c3.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import undertow as ut
+from undertow.c3.characterise import PUBLISHED, Result, mean_shares
+from undertow.c3.grids import Order, keep, line, measure_rank, scenarios_of_card, tables_rank
+from undertow.fabric.environment import environment
+
+MIB = 1 << 20
+PARTS = ("node", "tables", "card", "thieves", "places")
+CARD = (("local copy", "peer", (512 * MIB,)), ("host copies", "dma", (32 * MIB, 96 * MIB)))
+
+
+def card_main(file: str) -> list[dict[str, Any]]:
+    """One rank on the whole card, stand-ins instead of collectives."""
+    from undertow.c3.characterise import Bench
+    from undertow.c3.stand_ins import HostCopies, LocalCopy
+
+    group = ut.init()
+    bench = Bench(group, rounds=5, seconds=0.8)
+    kinds = {"local copy": LocalCopy, "host copies": HostCopies}
+    order = [one for stand_in, lane, sizes in CARD for one in scenarios_of_card(sizes, lane, stand_in)]
+    results = []
+    for scenario in sorted(order, key=lambda one: one.compute):
+        exchange = kinds[scenario.collective](scenario.nbytes, group)
+        names = ("base", "priority", "partition", "both") if scenario.lane == "peer" else ("base", "dma", "dma+fewer")
+        result = bench.measure(scenario, names, exchange=exchange)
+        results.append(result.to_json())
+        keep(file, {"card": results[-1]})
+        print(line(result), flush=True)
+    return results
+
+
+def thieves_main(file: str) -> list[dict[str, Any]]:
+    from undertow.c3.attribute import attribute
+
+    group = ut.init()
+    found = []
+    for ctas in (8, 32):
+        for loss in attribute(group, ctas):
+            found.append(loss.to_json())
+            keep(file, {"thief": found[-1]})
+    return found
+
+
+def places_main(file: str) -> dict[str, Any]:
+    """Which SMs a divided card's halves use, while both are busy; and how many a bounded grid uses."""
+    import torch
+
+    from undertow.c3.stand_ins import Thieves
+    from undertow.fabric import green
+
+    group = ut.init()
+    thieves, found = Thieves(group.device), {}
+    for count in (112, 120, 64):
+        first, second = green.halves(group.device.index, count)
+        torch.cuda.synchronize()
+        records = []
+        for part in (first, second):
+            part.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(part.stream):
+                records.append(thieves.places(2 * part.multiprocessors, 200_000))
+        torch.cuda.synchronize()
+        mine, others = (set(one.tolist()) for one in records)
+        found[f"divided at {count}"] = {
+            "multiprocessors": [first.multiprocessors, second.multiprocessors],
+            "used": [len(mine), len(others)], "in both": len(mine & others),
+        }  # fmt: skip
+    for ctas in (4, 16, 32):
+        record = thieves.places(ctas, 200_000)
+        torch.cuda.synchronize()
+        found[f"grid of {ctas}"] = {"used": len(set(record.tolist()))}
+    keep(file, {"places": found})
+    return found
+
+
+def node_places_main(file: str) -> list[int]:
+    """In a virtual node: distinct SMs of a bounded grid of 4 CTAs, on every rank."""
+    import torch
+
+    from undertow.c3.stand_ins import Thieves
+
+    group = ut.init()
+    thieves = Thieves(group.device)
+    group.barrier()
+    record = thieves.places(4, 2_000_000)
+    torch.cuda.synchronize()
+    return sorted(set(record.tolist()))
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    lines = []
+    for part, title in (("node", "virtual node"), ("card", "whole card, stand-ins")):
+        results = [Result.from_json(one) for one in found.get(part, ())]
+        if not results:
+            continue
+        wrong = sum(one.wrong for result in results for one in result.together.values())
+        lines.append(f"{title}: {len(results)} scenarios, {wrong} wrong elements; mean share of ideal (speed-up)")
+        for lane, shares in mean_shares(results).items():
+            for name, share in shares.items():
+                speeds = [one.speedup(name) for one in results if one.scenario.lane == lane and name in one.together]
+                said = f"{PUBLISHED[name]:.0%}" if name in PUBLISHED else "-"
+                lines.append(
+                    f"  {lane:5} {name:10} {share:6.0%}  {statistics.mean(speeds):.2f}x mean, "
+                    f"{min(speeds):.2f}x to {max(speeds):.2f}x   published {said}"
+                )
+        labels = [one.label for one in results]
+        lines.append("  " + ", ".join(f"{name} {labels.count(name)}" for name in ("G-long", "C-long", "GC-equal")))
+    for one in found.get("thieves", ()):
+        lines.append(
+            f"  {one['compute']:10} beside a thief of {one['thief']:9} on {one['ctas']:2} CTAs: x{one['slowdown']:.3f}"
+            f"  ({one['thief_bytes_per_second'] / 1e9:.0f} GB/s)"
+        )
+    for side, by_name in found.get("tables", {}).items():
+        for name, times in by_name.items():
+            alone = next(iter(times.values()))
+            said = ", ".join(f"{count}: x{seconds / alone:.2f}" for count, seconds in times.items())
+            lines.append(f"  {side} {name} by SMs reserved, of {alone * 1e3:.2f} ms: {said}")
+    for name in ("places", "node places"):
+        if name in found:
+            lines.append(f"{name}: {found[name]}")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("undertow-c3.json"))
+    parser.add_argument("--budget", type=float, default=95.0, help="seconds for the scenarios of the node")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    lines_file = options.out.with_suffix(".lines")
+    lines_file.unlink(missing_ok=True)
+    file = str(lines_file.absolute())
+    order = Order(budget=options.budget, rounds=options.rounds, file=file).to_args()
+    parts = options.parts.split(",")
+    runs: dict[str, tuple[Any, int, tuple[Any, ...]]] = {
+        "places": (places_main, 1, (file,)), "thieves": (thieves_main, 1, (file,)), "card": (card_main, 1, (file,)),
+        "tables": (tables_rank, options.ranks, ((2, 4, 6, 8, 16), 128 * MIB, "peer", file)),
+        "node places": (node_places_main, options.ranks, (file,)), "node": (measure_rank, options.ranks, (order,)),
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, (target, ranks, args) in runs.items():
+        if name.split()[-1] not in parts or (name == "node places" and "node" not in parts):
+            continue
+        began = time.monotonic()
+        try:
+            results = ut.launch(target, ranks, device="cuda", args=args, deadline=40)
+            found[name] = results if name == "node places" else results[0]
+        except Exception:  # the other parts are still worth having
+            found[f"{name} failed"] = traceback.format_exc()
+            print(f"{name} FAILED: {traceback.format_exc()[-2500:]}", flush=True)
+        print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
+    facts = environment({"link": f"virtual node of {options.ranks} and whole card"})
+    options.out.write_text(json.dumps({**found, "environment": facts}, indent=1, default=str) + "\n")
+    print("\n".join(table(found)))
+    print(f"The results are in {options.out}.")
+
+
+if __name__ == "__main__":
+    main()
