@@ -117,9 +117,9 @@ def concurrent(
         raise InvalidArgument(argument="collective", was="None", must="a callable, where compute is one")
     on = as_group(group)
     if isinstance(share, str) and share == "auto":
-        from . import auto
+        from .auto import learning
 
-        return auto.concurrent(compute, collective, on, lane, ctas, name)
+        return learning(compute, collective, on, lane, ctas, name)
     place = place_of(on)
     chosen = given(share, place, lane) if isinstance(share, Share) else strategy(share, place, lane, ctas)
     made = Concurrent(on, chosen)
