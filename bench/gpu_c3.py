@@ -26,7 +26,7 @@ from undertow.fabric.environment import environment
 
 MIB = 1 << 20
 PARTS = ("node", "tables", "card", "thieves", "places")
-CARD = (("local copy", "peer", (512 * MIB,)), ("host copies", "dma", (32 * MIB, 96 * MIB)))
+CARD = (("local copy", "peer", (512 * MIB, 2048 * MIB)), ("host copies", "dma", (64 * MIB, 256 * MIB)))
 
 
 def card_main(file: str) -> list[dict[str, Any]]:
@@ -155,7 +155,7 @@ def main() -> None:
     parts = options.parts.split(",")
     runs: dict[str, tuple[Any, int, tuple[Any, ...]]] = {
         "places": (places_main, 1, (file,)), "thieves": (thieves_main, 1, (file,)), "card": (card_main, 1, (file,)),
-        "tables": (tables_rank, options.ranks, ((2, 4, 6, 8, 16), 128 * MIB, "peer", file)),
+        "tables": (tables_rank, options.ranks, ((4, 8, 16), 128 * MIB, "peer", file)),
         "node places": (node_places_main, options.ranks, (file,)), "node": (measure_rank, options.ranks, (order,)),
     }  # fmt: skip
     found: dict[str, Any] = {}

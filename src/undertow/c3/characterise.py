@@ -9,15 +9,18 @@ With T_g and T_c the times alone (the collective on its lane, unbounded) and T t
 
     G-long     T_g > 1.15 T_c          C-long     T_c > 1.15 T_g          GC-equal     neither
 
-All are taken in one run, interleaved, the slowest rank's; every strategy's result is checked before it is timed.
+All are taken in one run, interleaved, the slowest rank's; every strategy's result is checked before it is timed. On a
+GPU it is device time: ranks' streams are held until all hosts have enqueued, then begin together, so that what eager
+calls cost the host is not taken for what the two sides cost each other.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,11 +35,16 @@ from ..plan.metrics import share_of_ideal
 from .concurrent import place_of, run
 from .spans import Ends, spans_of
 from .strategies import Strategy, strategy
-from .workloads import COMPUTATIONS, Computation, Exchange, computation
+from .workloads import COMPUTATIONS, Computation, Exchange, computation, repeated
 
 if TYPE_CHECKING:
     from ..fabric.group import Group
 
+_cuda: Any = torch.cuda  # parts of it carry no types, which strict checking would refuse to call
+_HOLD_CYCLES = 12_000_000  # some 6 ms of a GPU, in which the host enqueues all that is to be timed
+_MOST_REPEATS = 64
+RATIOS = (1.0, 0.5, 2.0)
+"""Of computation to collective, in turn."""
 EQUAL = 1.15
 PUBLISHED = {"base": 0.21, "priority": 0.42, "partition": 0.41, "both": 0.42, "dma": 0.66, "dma+fewer": 0.72}
 """Shares of ideal that ConCCL reports on eight MI300X (means)."""
@@ -45,12 +53,16 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What runs beside what: `lane` carries the collective alone and under every strategy."""
+    """What runs beside what: `lane` carries the collective alone and under every strategy.
+
+    `ratio`: how long the computation is beside the collective; it is repeated until it is about so long.
+    """
 
     compute: str
     collective: str
     nbytes: int
     lane: str
+    ratio: float = 1.0
 
     @property
     def name(self) -> str:
@@ -81,6 +93,7 @@ class Result:
     moved_bytes: float
     ranks: int
     multiprocessors: int
+    repeats: int = 1
     together: dict[str, Together] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -109,7 +122,7 @@ class Result:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Result:
-        known = {name: data[name] for name in Result.__dataclass_fields__}
+        known = {name: data[name] for name in Result.__dataclass_fields__ if name in data}
         known["scenario"] = Scenario(**data["scenario"])
         fields = Together.__dataclass_fields__
         known["together"] = {
@@ -176,9 +189,8 @@ class Bench:
         """Made once: scenarios share it."""
         if name not in self._computations:
             self._computations = {}  # of the others nothing is needed any more, and they are large
-            self._computations[name] = computation(
-                name, self.group.device, self.group.fabric.multiprocessors, self._scale
-            )
+            self._computations[name] = computation(name, self.group, self._scale)
+            self._unit = self._times({0: self._computations[name].run})[0]
         return self._computations[name]
 
     def strategies(self, scenario: Scenario, names: Sequence[str], ctas: int | None) -> tuple[
@@ -187,7 +199,8 @@ class Bench:
         """Those that can run, and why the others cannot."""
         found, refused = {}, {}
         for name in names:
-            if name.startswith("dma") and scenario.lane != "dma":
+            # Copies need no SMs: there is nothing to divide but for those of the computation.
+            if (name.startswith("dma") != (scenario.lane == "dma")) and name not in ("base", "priority"):
                 continue
             try:
                 found[name] = strategy(name, self.place, scenario.lane, ctas if name in ("partition", "both") else None)
@@ -203,6 +216,14 @@ class Bench:
         compute = self.computation(scenario.compute)
         if exchange is None:
             exchange = Exchange(scenario.collective, scenario.nbytes, group)
+
+        def collective() -> object:
+            with placement.placed(Placement(scenario.lane)):
+                return exchange()
+
+        alone = self._times({0: collective})[0]
+        repeats = max(1, min(_MOST_REPEATS, round(scenario.ratio * alone / self._unit)))
+        compute = replace(compute, run=repeated(compute.run, repeats))
         chosen, refused = self.strategies(scenario, names, ctas)
         ends: dict[str, list[Ends]] = {name: [] for name in chosen}
         wrong = {name: self._checked(one, compute, exchange) for name, one in chosen.items()}
@@ -214,11 +235,6 @@ class Bench:
             ends[name].append(found)
             return found.both
 
-        def collective() -> object:
-            with placement.placed(Placement(scenario.lane)):
-                return exchange()
-
-        collective()
         variants: dict[str, Callable[[], object]] = {
             "compute": lambda: self._alone(compute.run),
             "collective": lambda: self._alone(collective),
@@ -247,7 +263,7 @@ class Bench:
         }  # fmt: skip
         return Result(
             scenario, compute.memory, taken.estimate("compute").median, taken.estimate("collective").median,
-            exchange.moved, group.size, every, results, refused,
+            exchange.moved, group.size, every, repeats, results, refused,
         )  # fmt: skip
 
     def tables(self, counts: Sequence[int], collectives: Sequence[str], nbytes: int, lane: str) -> Tables:
@@ -307,14 +323,17 @@ class Bench:
     def _align(self) -> None:
         """A barrier over Gloo lets ranks go milliseconds apart; a word that all of them sum brings them together."""
         self.group.barrier()
+        if self.group.device.type == "cuda":
+            _cuda._sleep(_HOLD_CYCLES)
         if self.group.size > 1:
             collectives.all_reduce(self._word, group=self.group)
 
 
 def grid(computations: Sequence[str], exchanges: Sequence[str], sizes: dict[str, Sequence[int]]) -> list[Scenario]:
     """Every computation beside every collective of every size, `sizes` by lane; those of one computation together."""
+    ratios = itertools.cycle(RATIOS)
     return [
-        Scenario(compute, exchange, nbytes, lane)
+        Scenario(compute, exchange, nbytes, lane, next(ratios))
         for compute in computations
         for lane, counts in sizes.items()
         for exchange in exchanges

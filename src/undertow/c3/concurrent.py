@@ -255,7 +255,8 @@ class Concurrent:
 
     def _start(self, posted: Posted[Any]) -> None:
         share = self.strategy.share
-        where = Placement(self.strategy.lane, share.communication_ctas)
+        # Where the card itself is divided, its part bounds the collective, and more CTAs fill that better.
+        where = Placement(self.strategy.lane, None if self._streams.bounds else share.communication_ctas)
 
         def work() -> None:
             with torch.no_grad(), placement.placed(where):
@@ -271,6 +272,8 @@ class Concurrent:
 
 class _Streams:
     """A stream for the collective beside the caller's own; on a CPU a thread."""
+
+    bounds = False  # whether what runs on it is kept to its part by the driver
 
     def __init__(self, fabric: Fabric, chosen: Strategy) -> None:
         self._fabric, self._chosen = fabric, chosen
@@ -308,6 +311,8 @@ class _Streams:
 
 class _Divided(_Streams):
     """The two halves of a whole card, each with a stream of its green context."""
+
+    bounds = True
 
     def __init__(self, fabric: CudaFabric, chosen: Strategy) -> None:
         super().__init__(fabric, chosen)

@@ -5,6 +5,7 @@ Sizes are such that both sides take about as long: of scenarios in which one sid
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .characterise import Bench, Result, Scenario, grid
+from .characterise import RATIOS, Bench, Result, Scenario, grid
 from .workloads import COLLECTIVES, COMPUTATIONS
 
 STRATEGIES = ("base", "priority", "partition", "both", "dma", "dma+fewer")
@@ -41,8 +42,8 @@ class Order:
 def default_sizes(device: str) -> dict[str, tuple[int, ...]]:
     """Bytes by lane. Virtual node or NVLink: hundreds of MB a millisecond; host link: a fortieth of that."""
     if device == "cuda":
-        return {"peer": (64 * MIB, 256 * MIB), "dma": (8 * MIB, 32 * MIB)}
-    return {"peer": (4 * MIB, 16 * MIB), "dma": (2 * MIB, 8 * MIB)}
+        return {"peer": (64 * MIB, 256 * MIB), "dma": (16 * MIB, 48 * MIB)}
+    return {"peer": (8 * MIB, 32 * MIB), "dma": (4 * MIB, 16 * MIB)}
 
 
 def measure_rank(order: dict[str, Any], said: Callable[[Result, int, int], None] | None = None) -> list[dict[str, Any]]:
@@ -106,4 +107,5 @@ def _ms(seconds: float) -> str:
 
 def scenarios_of_card(sizes: Sequence[int], lane: str, stand_in: str) -> list[Scenario]:
     """Every computation beside a stand-in on a whole card."""
-    return [Scenario(name, stand_in, size, lane) for name in COMPUTATIONS for size in sizes]
+    ratios = itertools.cycle(RATIOS)
+    return [Scenario(name, stand_in, size, lane, next(ratios)) for size in sizes for name in COMPUTATIONS]

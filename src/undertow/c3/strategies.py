@@ -7,8 +7,8 @@
 | priority | as asked | communication urgent | both want all | communication |
 | partition | as asked | two, equal | k for communication, the others for computing | compute |
 | both | as asked | communication urgent | as partition | communication |
-| dma | dma | communication urgent | all for computing, but for sums | compute |
-| dma+fewer | dma | communication urgent | all but a few for computing: for what memory bounds | compute |
+| dma | dma | communication urgent | all for computing, but for sums | communication |
+| dma+fewer | dma | communication urgent | all but a few for computing: for what memory bounds | communication |
 
 A partition is a pair of green contexts on a whole card, grids of a bounded size where ranks share one, threads on a
 CPU. There "launched first" has no choice: a collective runs on a thread of its own, which must be started before the
@@ -24,7 +24,7 @@ from ..errors import InvalidArgument, StrategyUnavailable
 from ..plan.plan import LANES, Share
 
 STRATEGIES = ("serial", "base", "priority", "partition", "both", "dma", "dma+fewer")
-_FOR_COMMUNICATION = 5  # of so many SMs one is for communication, unless somebody knows better
+_FOR_COMMUNICATION = 4  # of so many SMs one is for communication, unless somebody knows better
 _SPARED = 16  # of so many SMs one is taken from a computation that memory bounds, beside copy engines
 _LEAST_GREEN = 8  # SMs that the driver divides a whole card by
 
@@ -102,7 +102,7 @@ def strategy(name: str, place: Place, lane: str = "auto", ctas: int | None = Non
         communication_ctas=reserved if name in ("partition", "both") else ctas,
         communication_priority=0 if name in ("base", "partition", "serial") else -1,
     )
-    made = Strategy(name, lane, share, compute_first=name not in ("priority", "both"))
+    made = Strategy(name, lane, share, compute_first=name in ("serial", "base", "partition"))
     check(made, place)
     return made
 

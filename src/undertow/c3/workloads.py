@@ -13,7 +13,7 @@ A collective's tensor is bf16 on a GPU and fp32 on a CPU: small integers, (i mod
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +23,11 @@ from .. import collective as collectives
 from ..errors import InvalidArgument
 from ..fabric import share
 from ..fabric.base import poison
+from ..ops.produce import product_of
+from ..ops.product import Product
+from ..plan.plan import Share
+from ..plan.problem import Problem
+from ..plan.search import frames
 
 if TYPE_CHECKING:
     from ..fabric.group import Group
@@ -43,8 +48,9 @@ class Computation:
     run: Work
 
 
-def computation(name: str, device: torch.device, multiprocessors: int, scale: float = 1.0) -> Computation:
-    """One that takes about a millisecond on a GPU's `multiprocessors` (a CPU: some milliseconds), times `scale`."""
+def computation(name: str, group: Group, scale: float = 1.0) -> Computation:
+    """One that takes about half a millisecond on a rank's part of a GPU (a CPU: milliseconds), times `scale`."""
+    device, multiprocessors = group.device, group.fabric.multiprocessors
     if name not in COMPUTATIONS:
         raise InvalidArgument(argument="compute", was=repr(name), must=f"one of {', '.join(COMPUTATIONS)}")
     on_gpu = device.type == "cuda"
@@ -58,7 +64,15 @@ def computation(name: str, device: torch.device, multiprocessors: int, scale: fl
         rows = _blocks(16384 * part * scale, 256) if on_gpu else _blocks(512 * scale, 64)
         width = 4096 if on_gpu else 512
         x, w, y = ones(rows, width), ones(width, width), ones(rows, width)
-        return Computation(name, COMPUTATIONS[name], rows // 128 * (width // 256), lambda: torch.mm(x, w, out=y))
+        bounded = _bounded_gemm(group, x, w, y) if on_gpu else None
+
+        def gemm() -> None:
+            if bounded is not None and share.bound() is not None:
+                bounded()
+            else:
+                torch.mm(x, w, out=y)
+
+        return Computation(name, COMPUTATIONS[name], rows // 128 * (width // 256), gemm)
     if name == "thin gemm":
         width, rows = (8192, 32) if on_gpu else (1024, 4)
         count = max(1, round(24 * part * scale)) if on_gpu else max(1, round(8 * scale))
@@ -87,6 +101,37 @@ def computation(name: str, device: torch.device, multiprocessors: int, scale: fl
     # A persistent grid, as a user's own kernel may have: it asks how much of the device it may fill.
     run = lambda: move.copy(copy, source, share.bound() or multiprocessors)  # noqa: E731
     return Computation(name, COMPUTATIONS[name], multiprocessors, run)
+
+
+def _bounded_gemm(group: Group, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> Work:
+    """Undertow's own persistent matmul, on exactly as many SMs as `share.bound` says."""
+    problem = Problem.of(
+        "matmul_all_reduce", x.shape[0], w.shape[1], x.shape[1], dtype="bfloat16", ranks=group.size, device="cuda",
+        multiprocessors=group.fabric.multiprocessors,
+    )  # fmt: skip
+    plan = replace(frames(problem, "net")[0], layout="natural")
+    products: dict[int, Product] = {}
+
+    def run() -> None:
+        count = share.bound()
+        assert count is not None
+        if count not in products:
+            bounded = replace(plan, share=Share(multiprocessors=count))
+            products[count] = product_of(group.fabric, problem, bounded, x, w, y.view(-1), None)
+        products[count].prepare()
+        products[count].start()
+
+    return run
+
+
+def repeated(work: Work, times: int) -> Work:
+    """The same several times, one after the other."""
+
+    def run() -> None:
+        for _ in range(times):
+            work()
+
+    return run
 
 
 def _blocks(amount: float, block: int) -> int:

@@ -64,7 +64,7 @@ class Variant:
 # What is summed is cut earlier, as a sum can start only when its parcel is there.
 MOVED = {True: (Variant(inf, inf),), False: (Variant(1 << 20, inf), Variant(inf, 1 << 20))}
 SUMMED = {
-    "cpu": (Variant(256 << 10, inf), Variant(inf, 256 << 10)),
+    "cpu": (Variant(1 << 20, inf), Variant(inf, 1 << 20)),
     "cuda": (Variant(2 << 20, inf), Variant(16 << 20, 2 << 20), Variant(inf, 8 << 20)),
 }
 
