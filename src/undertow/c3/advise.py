@@ -133,6 +133,7 @@ def answer(asked: Question) -> Advice:
     predicted: dict[str, float] = {}
     found: dict[str, Strategy] = {}
     shortest = float("inf")
+    effects = dict(asked.knowledge.model.effects)
     for lane in asked.lanes:
         alone = asked.collective.on(lane)
         if alone is None:
@@ -141,6 +142,8 @@ def answer(asked: Question) -> Advice:
         for name in place.possible:
             if name.startswith("dma") and lane != "dma":
                 continue
+            if name != "serial" and f"{lane}:{name}" not in effects:
+                continue  # of what nobody has seen nothing can be promised
             for chosen in _forms(name, lane, asked):
                 took = _predict(chosen, seconds, alone, asked)
                 if took < predicted.get(key(chosen), float("inf")):

@@ -162,16 +162,21 @@ def runs_of(result: Result, knowledge: Knowledge) -> list[Run]:
     ]  # fmt: skip
 
 
-def held_out(results: Sequence[Result], narrow: Sequence[tuple[int, float]] = ()) -> float:
-    """Fitted on every other scenario and asked about the rest, both ways: the mean error, as a part of what was
-    measured.
-    """
-    errors = []
-    for first in (0, 1):
-        knowledge = learn(results[first::2], narrow)
-        for one in results[1 - first :: 2]:
-            errors += [abs(knowledge.model.seconds(run) / run.seconds - 1) for run in runs_of(one, knowledge)]
-    return statistics.mean(errors)
+def halves(
+    results: Sequence[Result], narrow: Sequence[tuple[int, float]] = ()
+) -> list[tuple[Knowledge, Sequence[Result]]]:
+    """What is learnt from every other scenario, with the rest, that it has not seen; both ways."""
+    return [(learn(results[first::2], narrow), results[1 - first :: 2]) for first in (0, 1)]
+
+
+def held_out(learnt: Sequence[tuple[Knowledge, Sequence[Result]]]) -> float:
+    """Of `halves`: the mean error about what was not seen, as a part of what was measured."""
+    return statistics.mean(
+        abs(knowledge.model.seconds(run) / run.seconds - 1)
+        for knowledge, unseen in learnt
+        for one in unseen
+        for run in runs_of(one, knowledge)
+    )
 
 
 def assumed(device: str, multiprocessors: int) -> Knowledge:

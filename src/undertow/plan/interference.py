@@ -36,6 +36,8 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
 
+_SWEEPS = 300  # over the parameters, in one search: more bring nothing
+
 
 @dataclass(frozen=True, slots=True)
 class Effect:
@@ -196,19 +198,25 @@ def _search(runs: Sequence[Run], multiprocessors: int) -> Effect:
         return _misses(point * units, *columns)
 
     best, least = np.zeros(5), loss(np.zeros(5))
-    for begin in (0.0, 0.1, 1.0, 10.0):
-        point = np.full(5, begin)
+    causes = (columns[3][0], columns[3][1], columns[4][0], columns[3][2], columns[4][1])
+    used = [at for at, cause in enumerate(causes) if cause.any()]  # the others explain nothing
+    for begin in (0.0, 0.1, 2.0):
+        point = np.zeros(5)
+        point[used] = begin
         found, step = loss(point), max(0.5, begin)
-        while step > 1e-4:
+        for _ in range(_SWEEPS):
+            if step < 1e-3:
+                break
             moved = False
-            for at in range(5):
+            for at in used:
                 for change in (step, -step):
                     other = point.copy()
                     other[at] = max(0.0, other[at] + change)
                     missed = loss(other)
-                    if missed < found - 1e-12:
+                    if missed < found * (1 - 1e-6):
                         point, found, moved = other, missed, True
-            step = step if moved else step / 2
+                        break
+            step = step * 1.2 if moved else step / 2
         if found < least:
             best, least = point, found
     contention, per_byte, crowding, per_byte_of_memory, crowding_of_memory = (float(one) for one in best * units)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ..c3.advise import Question, Side, answer
 from ..c3.characterise import PUBLISHED, Result, mean_shares
-from ..c3.knowledge import Knowledge, held_out, learn
+from ..c3.knowledge import Knowledge, halves, held_out
 from ..c3.strategies import Place
 from .tables import MISSING
 
@@ -77,16 +77,16 @@ def judge(results: Sequence[Result], narrow: Sequence[tuple[int, float]] = ()) -
     `against_base`: the worst ratio of a pick's speed-up to that of `base`. Only what was measured can be picked.
     """
     of_best, against_base = [], []
-    for first in (0, 1):
-        knowledge = learn(results[first::2], narrow)
-        for one in results[1 - first :: 2]:
+    learnt = halves(results, narrow)
+    for knowledge, unseen in learnt:
+        for one in unseen:
             picked = pick(one, knowledge)
             speeds = {name: one.speedup(name) for name in one.together} | {"serial": 1.0}
             of_best.append(speeds[picked] / max(speeds.values()))
             if "base" in speeds:
                 against_base.append(speeds[picked] / speeds["base"])
     return {
-        "error": held_out(results, narrow),
+        "error": held_out(learnt),
         "of_best": statistics.mean(of_best),
         "against_base": min(against_base, default=1.0),
     }
