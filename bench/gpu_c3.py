@@ -5,6 +5,7 @@
 - The whole card with one rank: computations beside host copies and beside a local copy on SMs. Both are stand-ins.
 - Thieves of SMs, L2 and memory bandwidth of a known size beside the same computations.
 - Records of %smid: two halves of a divided card share no SM, and a bounded grid stays within its number.
+- What the GPU tests check (graphs, failures, lifetimes), and the worked example of gradients beside a backward pass.
 
     PYTHONPATH=src python bench/gpu_c3.py [--ranks 4] [--parts node,tables,card,...] [--out undertow-c3.json]
 """
@@ -20,17 +21,31 @@ from pathlib import Path
 from typing import Any
 
 import undertow as ut
-from undertow.c3.characterise import PUBLISHED, Result, mean_shares
+from undertow.c3.characterise import PUBLISHED, Result, Tables, mean_shares
 from undertow.c3.grids import Order, keep, line, measure_rank, scenarios_of_card, tables_rank
+from undertow.c3.knowledge import narrowness
 from undertow.fabric.environment import environment
+from undertow.fabric.launch import run_script
+from undertow.report.c3 import judge
 
 MIB = 1 << 20
-PARTS = ("node", "tables", "card", "thieves", "places")
+PARTS = ("node", "tables", "card", "thieves", "places", "variants", "shown", "gradients")
 CARD = (("local copy", "peer", (512 * MIB, 2048 * MIB)), ("host copies", "dma", (64 * MIB, 256 * MIB)))
 
 
-def card_main(file: str) -> list[dict[str, Any]]:
-    """One rank on the whole card, stand-ins instead of collectives."""
+def card_main(file: str, parts: list[str]) -> dict[str, Any]:
+    """One rank on the whole card."""
+    found: dict[str, Any] = {}
+    for name, measure in (("places", places), ("thieves", thieves), ("card", stand_ins)):
+        if name in parts:
+            began = time.monotonic()
+            found[name] = measure(file)
+            print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
+    return found
+
+
+def stand_ins(file: str) -> list[dict[str, Any]]:
+    """Stand-ins instead of collectives."""
     from undertow.c3.characterise import Bench
     from undertow.c3.stand_ins import HostCopies, LocalCopy
 
@@ -49,7 +64,7 @@ def card_main(file: str) -> list[dict[str, Any]]:
     return results
 
 
-def thieves_main(file: str) -> list[dict[str, Any]]:
+def thieves(file: str) -> list[dict[str, Any]]:
     from undertow.c3.attribute import attribute
 
     group = ut.init()
@@ -61,7 +76,7 @@ def thieves_main(file: str) -> list[dict[str, Any]]:
     return found
 
 
-def places_main(file: str) -> dict[str, Any]:
+def places(file: str) -> dict[str, Any]:
     """Which SMs a divided card's halves use, while both are busy; and how many a bounded grid uses."""
     import torch
 
@@ -69,7 +84,7 @@ def places_main(file: str) -> dict[str, Any]:
     from undertow.fabric import green
 
     group = ut.init()
-    thieves, found = Thieves(group.device), {}
+    takers, found = Thieves(group.device), {}
     for count in (112, 120, 64):
         first, second = green.halves(group.device.index, count)
         torch.cuda.synchronize()
@@ -77,7 +92,7 @@ def places_main(file: str) -> dict[str, Any]:
         for part in (first, second):
             part.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(part.stream):
-                records.append(thieves.places(2 * part.multiprocessors, 200_000))
+                records.append(takers.places(2 * part.multiprocessors, 200_000))
         torch.cuda.synchronize()
         mine, others = (set(one.tolist()) for one in records)
         found[f"divided at {count}"] = {
@@ -85,25 +100,87 @@ def places_main(file: str) -> dict[str, Any]:
             "used": [len(mine), len(others)], "in both": len(mine & others),
         }  # fmt: skip
     for ctas in (4, 16, 32):
-        record = thieves.places(ctas, 200_000)
+        record = takers.places(ctas, 200_000)
         torch.cuda.synchronize()
         found[f"grid of {ctas}"] = {"used": len(set(record.tolist()))}
     keep(file, {"places": found})
     return found
 
 
-def node_places_main(file: str) -> list[int]:
-    """In a virtual node: distinct SMs of a bounded grid of 4 CTAs, on every rank."""
+def node_main(order: dict[str, Any], parts: list[str]) -> dict[str, Any]:
+    """Real collectives in a virtual node."""
+    found: dict[str, Any] = {}
+    if "places" in parts:
+        found["node places"] = node_places()
+    if "tables" in parts:
+        found["tables"] = tables_rank((4, 8, 16), 128 * MIB, "peer", order["file"])
+    if "variants" in parts:
+        found["variants"] = variants()
+    if "node" in parts:
+        found["node"] = measure_rank(order)
+    return found
+
+
+def variants() -> dict[str, dict[str, float]]:
+    """Seconds of copy-engine collectives, one copy for each peer and several at once, by the bytes of a piece."""
+    import math
+
+    import torch
+
+    from undertow.c3.characterise import Bench
+    from undertow.collective.copies import Copies, Variant
+
+    group = ut.init()
+    bench, found = Bench(group), {}
+    for name in ("all_gather", "all_to_all", "all_reduce"):
+        for piece in (4 << 10, 256 << 10, 4 << 20, 16 << 20):
+            kinds = {
+                "one copy per peer": Variant(math.inf, math.inf, False), "batched": Variant(math.inf, math.inf),
+                "batched, parcels of 2 MiB": Variant(math.inf, 2 << 20),
+            }  # fmt: skip
+            if name == "all_reduce":
+                del kinds["one copy per peer"]  # what is summed is sent batched, what is shared is copied out once
+            count = piece // 2
+            source = torch.ones(count if name == "all_gather" else count * group.size, device=group.device).bfloat16()
+            out = torch.empty(count * group.size, device=group.device, dtype=torch.bfloat16)
+            spans = {"all_gather": [count] * group.size, "all_reduce": [count * group.size]}.get(
+                name, [count] * group.size**2
+            )
+            works = {
+                number: (lambda made=Copies(group.fabric, "dma", name, variant=variant): made.run(source, out, spans))
+                for number, variant in enumerate(kinds.values())
+            }
+            times = bench._times(works)
+            found[f"{name} {piece >> 10} KiB"] = dict(zip(kinds, times.values(), strict=True))
+    return found
+
+
+def node_places() -> list[list[int]]:
+    """The SMs of a bounded grid of 8 CTAs on every rank, all of them at the same time."""
     import torch
 
     from undertow.c3.stand_ins import Thieves
 
     group = ut.init()
-    thieves = Thieves(group.device)
-    group.barrier()
-    record = thieves.places(4, 2_000_000)
-    torch.cuda.synchronize()
-    return sorted(set(record.tolist()))
+    takers = Thieves(group.device)
+    word = torch.zeros(1, device=group.device)
+    for _ in range(2):
+        group.barrier()
+        torch.cuda._sleep(12_000_000)
+        ut.collective.all_reduce(word, group=group)  # ranks begin together
+        record = takers.places(8, 3_000_000)
+        torch.cuda.synchronize()
+    return group.exchange(sorted(set(record.tolist())), "places")
+
+
+def shown_main() -> list[str]:
+    """What the GPU tests check: callables of all kinds, graphs, failures, lifetimes."""
+    import sys
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "gpu"))
+    import c3_checks
+
+    return list(c3_checks.everything(compiled=False))
 
 
 def table(found: dict[str, Any]) -> list[str]:
@@ -122,6 +199,15 @@ def table(found: dict[str, Any]) -> list[str]:
                     f"  {lane:5} {name:10} {share:6.0%}  {statistics.mean(speeds):.2f}x mean, "
                     f"{min(speeds):.2f}x to {max(speeds):.2f}x   published {said}"
                 )
+        if part == "node":
+            narrow = narrowness(Tables(**found["tables"])) if "tables" in found else ()
+            for lane in ("peer", "dma"):
+                known = [one for one in results if one.scenario.lane == lane]
+                if len(known) < 4:
+                    continue
+                judged = judge(known, narrow)
+                lines.append(f"  model and advice over {lane}, held out: " + ", ".join(
+                    f"{name} {value:.3f}" for name, value in judged.items()))  # fmt: skip
         labels = [one.label for one in results]
         lines.append("  " + ", ".join(f"{name} {labels.count(name)}" for name in ("G-long", "C-long", "GC-equal")))
     for one in found.get("thieves", ()):
@@ -134,7 +220,9 @@ def table(found: dict[str, Any]) -> list[str]:
             alone = next(iter(times.values()))
             said = ", ".join(f"{count}: x{seconds / alone:.2f}" for count, seconds in times.items())
             lines.append(f"  {side} {name} by SMs reserved, of {alone * 1e3:.2f} ms: {said}")
-    for name in ("places", "node places"):
+    for name, times in found.get("variants", {}).items():
+        lines.append(f"  {name}: " + ", ".join(f"{kind} {seconds * 1e6:.0f} µs" for kind, seconds in times.items()))
+    for name in ("places", "node places", "shown"):
         if name in found:
             lines.append(f"{name}: {found[name]}")
     return lines
@@ -145,7 +233,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--out", type=Path, default=Path("undertow-c3.json"))
-    parser.add_argument("--budget", type=float, default=95.0, help="seconds for the scenarios of the node")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the scenarios of the node")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     lines_file = options.out.with_suffix(".lines")
@@ -153,23 +241,27 @@ def main() -> None:
     file = str(lines_file.absolute())
     order = Order(budget=options.budget, rounds=options.rounds, file=file).to_args()
     parts = options.parts.split(",")
-    runs: dict[str, tuple[Any, int, tuple[Any, ...]]] = {
-        "places": (places_main, 1, (file,)), "thieves": (thieves_main, 1, (file,)), "card": (card_main, 1, (file,)),
-        "tables": (tables_rank, options.ranks, ((4, 8, 16), 128 * MIB, "peer", file)),
-        "node places": (node_places_main, options.ranks, (file,)), "node": (measure_rank, options.ranks, (order,)),
-    }  # fmt: skip
+    example = str(Path(__file__).parent.parent / "examples" / "gradient_overlap.py")
+    runs: list[tuple[str, set[str], Any, int, tuple[Any, ...]]] = [
+        ("whole card", {"places", "thieves", "card"}, card_main, 1, (file, parts)),
+        ("virtual node", {"node", "tables", "variants"}, node_main, options.ranks, (order, parts)),
+        ("shown", {"shown"}, shown_main, options.ranks, ()),
+        ("gradients", {"gradients"}, run_script, options.ranks, (example, ["dma"])),
+        ("gradients over peer memory", {"gradients"}, run_script, options.ranks, (example, ["peer"])),
+    ]
     found: dict[str, Any] = {}
-    for name, (target, ranks, args) in runs.items():
-        if name.split()[-1] not in parts or (name == "node places" and "node" not in parts):
+    for name, belongs, target, ranks, args in runs:
+        if not belongs & set(parts):
             continue
         began = time.monotonic()
         try:
-            results = ut.launch(target, ranks, device="cuda", args=args, deadline=40)
-            found[name] = results if name == "node places" else results[0]
+            result = ut.launch(target, ranks, device="cuda", args=args, deadline=40)[0]
+            found.update(result if isinstance(result, dict) else {name: result})
         except Exception:  # the other parts are still worth having
             found[f"{name} failed"] = traceback.format_exc()
             print(f"{name} FAILED: {traceback.format_exc()[-2500:]}", flush=True)
         print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
+        options.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
     facts = environment({"link": f"virtual node of {options.ranks} and whole card"})
     options.out.write_text(json.dumps({**found, "environment": facts}, indent=1, default=str) + "\n")
     print("\n".join(table(found)))

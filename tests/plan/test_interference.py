@@ -132,7 +132,9 @@ def test_the_tile_constants_from_whole_kernels() -> None:
 
 # -- whole runs --------------------------------------------------------------------------------------------------------
 
-MEMORY = Interference(33, (("dma", Effect(0.0, 1e-11, 0.05, 4e-11, 0.6)), ("peer", Effect(0.9, 1e-13, 0.4, 8e-13, 1.5))))
+MEMORY = Interference(
+    33, (("dma", Effect(0.0, 1e-11, 0.05, 4e-11, 0.6)), ("peer", Effect(0.9, 1e-13, 0.4, 8e-13, 1.5)))
+)
 
 
 def runs(model: Interference, noise: float = 0.0) -> list[Run]:
