@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def variants() -> dict[str, dict[str, float]]:
                 name, [count] * group.size**2
             )
             works = {
-                number: (lambda made=Copies(group.fabric, "dma", name, variant=variant): made.run(source, out, spans))
+                number: partial(Copies(group.fabric, "dma", name, variant=variant).run, source, out, spans)
                 for number, variant in enumerate(kinds.values())
             }
             times = bench._times(works)
