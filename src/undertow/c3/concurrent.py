@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 import torch
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, StrategyUnavailable
 from ..fabric import placement
 from ..fabric.placement import Placement
 from ..fabric.registry import as_group
@@ -149,6 +149,7 @@ def run(
     finally:
         both.let_go()
     assert posted is not None
+    both._streams.keep(result)
     return Outcome(result, posted.result, chosen)
 
 
@@ -349,6 +350,10 @@ def _streams(fabric: Fabric, chosen: Strategy) -> _Streams:
         and chosen.share.multiprocessors is not None
         and chosen.share.multiprocessors < fabric.multiprocessors
     ):
+        if torch.cuda.is_current_stream_capturing():
+            reason = "parts of a divided card have contexts of their own, and a graph is captured in one"
+            possible = "base, priority, dma, or a divided card without a graph"
+            raise StrategyUnavailable(strategy=chosen.name, reason=reason, possible=possible)
         return _Divided(fabric, chosen)  # type: ignore[arg-type]
     return _Streams(fabric, chosen)
 
