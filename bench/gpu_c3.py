@@ -73,7 +73,7 @@ def thieves(file: str) -> list[dict[str, Any]]:
     for ctas in (8, 32):
         for loss in attribute(group, ctas):
             found.append(loss.to_json())
-            keep(file, {"thief": found[-1]})
+            keep(file, {"thieves": found[-1]})
     return found
 
 
@@ -108,17 +108,32 @@ def places(file: str) -> dict[str, Any]:
     return found
 
 
-def node_main(order: dict[str, Any], parts: list[str]) -> dict[str, Any]:
-    """Real collectives in a virtual node."""
+def node_main(order: dict[str, Any], parts: list[str], until: float) -> dict[str, Any]:
+    """Real collectives in a virtual node; after the scenarios what there is still time for."""
     found: dict[str, Any] = {}
-    if "places" in parts:
-        found["node places"] = node_places()
-    if "tables" in parts:
-        found["tables"] = tables_rank((4, 8, 16), 128 * MIB, "peer", order["file"])
-    if "variants" in parts:
-        found["variants"] = variants()
-    if "node" in parts:
-        found["node"] = measure_rank(order)
+    group = ut.init()
+    example = str(Path(__file__).parent.parent / "examples" / "gradient_overlap.py")
+    works: dict[str, Any] = {
+        "node": lambda: measure_rank(order),
+        "gradients": lambda: [run_script(example, [lane]) for lane in ("dma", "peer")] and None,
+        "shown": shown,
+        "variants": variants,
+        "tables": lambda: tables_rank((4, 8, 16), 128 * MIB, "peer", order["file"]),
+        "node places": node_places,
+    }
+    for name, work in works.items():
+        if name.split()[-1] in parts and group.reduce_max([time.time()])[0] < until:
+            began = time.monotonic()
+            try:
+                found[name] = work()
+            except Exception:  # what was measured before is still worth having; the ranks may no longer agree
+                found[f"{name} failed"] = traceback.format_exc()
+                print(f"{name} FAILED on rank {group.rank}: {traceback.format_exc()[-1500:]}", flush=True)
+                break
+            if group.rank == 0:
+                if name not in ("node", "tables"):  # those write as they go
+                    keep(order["file"], {name: found[name]})
+                print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
     return found
 
 
@@ -174,7 +189,7 @@ def node_places() -> list[list[int]]:
     return group.exchange(sorted(set(record.tolist())), "places")
 
 
-def shown_main() -> list[str]:
+def shown() -> list[str]:
     """What the GPU tests check: callables of all kinds, graphs, failures, lifetimes."""
     import sys
 
@@ -229,43 +244,54 @@ def table(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def written(file: Path) -> list[tuple[str, Any]]:
+    """What a part that failed had written before."""
+    if not file.exists():
+        return []
+    return [pair for line in file.read_text().splitlines() for pair in json.loads(line).items()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--out", type=Path, default=Path("undertow-c3.json"))
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the scenarios of the node")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="for all of it; parts that find no time are left out"
+    )
+    parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     lines_file = options.out.with_suffix(".lines")
     lines_file.unlink(missing_ok=True)
     file = str(lines_file.absolute())
-    order = Order(budget=options.budget, rounds=options.rounds, file=file).to_args()
+    started = time.time()
+    order = Order(until=started + 0.62 * options.seconds, rounds=options.rounds, file=file).to_args()
     parts = options.parts.split(",")
-    example = str(Path(__file__).parent.parent / "examples" / "gradient_overlap.py")
     runs: list[tuple[str, set[str], Any, int, tuple[Any, ...]]] = [
+        ("virtual node", {"node", "tables", "variants", "shown", "gradients"}, node_main, options.ranks,
+         (order, parts, started + 0.85 * options.seconds)),
         ("whole card", {"places", "thieves", "card"}, card_main, 1, (file, parts)),
-        ("virtual node", {"node", "tables", "variants"}, node_main, options.ranks, (order, parts)),
-        ("shown", {"shown"}, shown_main, options.ranks, ()),
-        ("gradients", {"gradients"}, run_script, options.ranks, (example, ["dma"])),
-        ("gradients over peer memory", {"gradients"}, run_script, options.ranks, (example, ["peer"])),
-    ]
+    ]  # fmt: skip
     found: dict[str, Any] = {}
     for name, belongs, target, ranks, args in runs:
-        if not belongs & set(parts):
+        if not belongs & set(parts) or time.time() > started + 0.85 * options.seconds:
             continue
         began = time.monotonic()
         try:
-            result = ut.launch(target, ranks, device="cuda", args=args, deadline=40)[0]
-            found.update(result if isinstance(result, dict) else {name: result})
+            found.update(ut.launch(target, ranks, device="cuda", args=args, deadline=40)[0])
         except Exception:  # the other parts are still worth having
             found[f"{name} failed"] = traceback.format_exc()
             print(f"{name} FAILED: {traceback.format_exc()[-2500:]}", flush=True)
+            for kind, one in written(lines_file):
+                if kind in ("node", "card", "thieves"):
+                    found.setdefault(kind, []).append(one)
+                else:
+                    found[kind] = one
         print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
         options.out.write_text(json.dumps(found, indent=1, default=str) + "\n")
+        print("\n".join(table(found)), flush=True)
     facts = environment({"link": f"virtual node of {options.ranks} and whole card"})
     options.out.write_text(json.dumps({**found, "environment": facts}, indent=1, default=str) + "\n")
-    print("\n".join(table(found)))
     print(f"The results are in {options.out}.")
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from ..fabric.group import Group
 
 _cuda: Any = torch.cuda  # parts of it carry no types, which strict checking would refuse to call
-_HOLD_CYCLES = 12_000_000  # some 6 ms of a GPU, in which the host enqueues all that is to be timed
+_HOLD_CYCLES = 9_000_000  # some 5 ms of a GPU, in which the host enqueues all that is to be timed
 _MOST_REPEATS = 64
 RATIOS = (1.0, 0.5, 2.0)
 """Of computation to collective, in turn."""
@@ -221,7 +221,7 @@ class Bench:
             with placement.placed(Placement(scenario.lane)):
                 return exchange()
 
-        alone = self._times({0: collective})[0]
+        alone = self._times({0: collective}, 2)[0]
         repeats = max(1, min(_MOST_REPEATS, round(scenario.ratio * alone / self._unit)))
         compute = replace(compute, run=repeated(compute.run, repeats))
         chosen, refused = self.strategies(scenario, names, ctas)
@@ -289,12 +289,12 @@ class Bench:
             narrow[name] = self._times({count: partial(with_ctas, count) for count in (0, *counts)})
         return Tables(slow, narrow)
 
-    def _times(self, works: dict[int, Callable[[], object]]) -> dict[int, float]:
+    def _times(self, works: dict[int, Callable[[], object]], rounds: int | None = None) -> dict[int, float]:
         for work in works.values():
             work()
         taken = compare(
             {str(count): partial(self._alone, work) for count, work in works.items()},
-            clock=_Told(), repeats=self._rounds, warmup=1, budget_seconds=self._seconds,
+            clock=_Told(), repeats=rounds or self._rounds, warmup=1, budget_seconds=self._seconds,
             reduce_max=self.group.reduce_max, before=self._align,
         )  # fmt: skip
         return {count: taken.estimate(str(count)).median for count in works}
@@ -314,8 +314,7 @@ class Bench:
         return chosen.share.communication_ctas or self.group.fabric.multiprocessors
 
     def _checked(self, chosen: Strategy, compute: Computation, exchange: Beside) -> int:
-        """Elements that are wrong on any rank after two calls of the strategy, the second on poisoned memory."""
-        run(self.group, chosen, compute.run, exchange)
+        """Elements that are wrong on any rank after a call of the strategy on poisoned memory."""
         exchange.fill()
         run(self.group, chosen, compute.run, exchange)
         return int(self.group.reduce_max([float(exchange.wrong())])[0])
@@ -330,14 +329,15 @@ class Bench:
 
 
 def grid(computations: Sequence[str], exchanges: Sequence[str], sizes: dict[str, Sequence[int]]) -> list[Scenario]:
-    """Every computation beside every collective of every size, `sizes` by lane; those of one computation together."""
+    """Every computation beside every collective of every size, `sizes` by lane: first all of the first sizes."""
     ratios = itertools.cycle(RATIOS)
     return [
-        Scenario(compute, exchange, nbytes, lane, next(ratios))
+        Scenario(compute, exchange, counts[number], lane, next(ratios))
+        for number in range(max(map(len, sizes.values()), default=0))
         for compute in computations
         for lane, counts in sizes.items()
         for exchange in exchanges
-        for nbytes in counts
+        if number < len(counts)
     ]
 
 
