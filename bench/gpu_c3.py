@@ -115,9 +115,9 @@ def node_main(order: dict[str, Any], parts: list[str], until: float) -> dict[str
     example = str(Path(__file__).parent.parent / "examples" / "gradient_overlap.py")
     works: dict[str, Any] = {
         "node": lambda: measure_rank(order),
+        "variants": variants,
         "gradients": lambda: [run_script(example, [lane]) for lane in ("dma", "peer")] and None,
         "shown": shown,
-        "variants": variants,
         "tables": lambda: tables_rank((4, 8, 16), 128 * MIB, "peer", order["file"]),
         "node places": node_places,
     }

@@ -150,6 +150,33 @@ def variants(counts: tuple[int, ...]) -> None:
                 assert torch.equal(out, wanted), (variant.name, name, count)
 
 
+def gigabyte() -> None:
+    """1 GiB of bytes, gathered and summed by copies."""
+    group = ut.init()
+    count = (1 << 30) // group.size
+    mine = torch.full((count,), group.rank + 1, dtype=torch.uint8)
+    out = torch.zeros(1 << 30, dtype=torch.uint8)
+    with placement.placed(Placement("dma")):
+        collective.all_gather(mine, out=out)
+        for rank, part in enumerate(out.view(group.size, count)):
+            assert bool((part == rank + 1).all())
+        out.fill_(3)
+        collective.all_reduce(out)
+    assert bool((out == 3 * group.size).all())
+
+
+def compiled() -> None:
+    """A block that torch has compiled, without this machine's compiler."""
+    ut.init()
+    block = torch.compile(lambda x: torch.relu(x @ x) + 1, backend="aot_eager")
+    x, y = torch.ones(64, 64), torch.ones(5000)
+    for share in ("base", "dma"):
+        y.fill_(1.0)
+        done = ut.concurrent(lambda: block(x), lambda: collective.all_reduce(y), share=share)
+        assert bool((done.compute == 65).all())
+        assert bool((y == 2).all())
+
+
 def forms(threads: int) -> list[str]:
     """Both forms of `ut.concurrent` under every strategy that runs here."""
     torch.set_num_threads(threads)

@@ -24,6 +24,16 @@ def test_every_collective_by_copies_at_all_sizes(ranks: int) -> None:
     launched(targets.copied, ranks, ("dma", "net", "peer"), (1, 7, 4096, 300_000, 3_000_001), targets.NUMBERS)
 
 
+@pytest.mark.nightly
+def test_a_gigabyte_by_copies() -> None:
+    launched(targets.gigabyte, 2)
+
+
+@pytest.mark.nightly
+def test_a_compiled_block_beside_a_collective() -> None:
+    launched(targets.compiled, 2)
+
+
 def test_both_forms_under_every_strategy() -> None:
     for found in launched(targets.forms, 2, 1):
         assert found == ["serial", "base", "priority", "dma"]  # a rank has one thread: nothing to divide

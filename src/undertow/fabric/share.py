@@ -74,10 +74,10 @@ def bounded_grids(count: int | None, device: torch.device) -> Iterator[None]:
     visible = int(torch.cuda.get_device_properties(device).multi_processor_count)
     if count > visible:
         raise errors.InvalidArgument(argument="multiprocessors", was=count, must=f"at most the {visible} SMs seen here")
-    before, _bound.count = bound(), count
     library, carved = torch.backends.cuda.preferred_blas_library(), torch._C._get_sm_carveout_experimental()
     torch.backends.cuda.preferred_blas_library("cublaslt")  # the one of the two that takes a number of SMs
     torch._C._set_sm_carveout_experimental(visible - count)
+    before, _bound.count = bound(), count
     try:
         yield
     finally:
