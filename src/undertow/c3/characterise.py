@@ -94,6 +94,7 @@ class Result:
     ranks: int
     multiprocessors: int
     repeats: int = 1
+    device: str = "cuda"
     together: dict[str, Together] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
@@ -263,7 +264,7 @@ class Bench:
         }  # fmt: skip
         return Result(
             scenario, compute.memory, taken.estimate("compute").median, taken.estimate("collective").median,
-            exchange.moved, group.size, every, repeats, results, refused,
+            exchange.moved, group.size, every, repeats, group.device.type, results, refused,
         )  # fmt: skip
 
     def tables(self, counts: Sequence[int], collectives: Sequence[str], nbytes: int, lane: str) -> Tables:

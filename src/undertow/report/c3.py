@@ -96,7 +96,7 @@ def pick(result: Result, knowledge: Knowledge) -> str:
     """The strategy that the advisor takes for a scenario, of those that were measured."""
     lane = result.scenario.lane
     lanes = {lane: ""}
-    place = Place("cuda" if result.multiprocessors > 1 else "cpu", result.multiprocessors, lanes)
+    place = Place(result.device, result.multiprocessors, lanes)
     asked = Question(
         Side(result.compute_seconds, result.memory),
         Side({lane: result.collective_seconds}, nbytes=round(result.moved_bytes)),
