@@ -115,9 +115,9 @@ def node_main(order: dict[str, Any], parts: list[str], until: float) -> dict[str
     example = str(Path(__file__).parent.parent / "examples" / "gradient_overlap.py")
     works: dict[str, Any] = {
         "node": lambda: measure_rank(order),
-        "variants": variants,
-        "gradients": lambda: [run_script(example, [lane]) for lane in ("dma", "peer")] and None,
         "shown": shown,
+        "gradients": lambda: [run_script(example, [lane]) for lane in ("dma", "peer")] and None,
+        "variants": variants,
         "tables": lambda: tables_rank((4, 8, 16), 128 * MIB, "peer", order["file"]),
         "node places": node_places,
     }
@@ -265,7 +265,7 @@ def main() -> None:
     lines_file.unlink(missing_ok=True)
     file = str(lines_file.absolute())
     started = time.time()
-    order = Order(until=started + 0.62 * options.seconds, rounds=options.rounds, file=file).to_args()
+    order = Order(until=started + 0.8 * options.seconds, rounds=options.rounds, file=file).to_args()
     parts = options.parts.split(",")
     runs: list[tuple[str, set[str], Any, int, tuple[Any, ...]]] = [
         ("virtual node", {"node", "tables", "variants", "shown", "gradients"}, node_main, options.ranks,

@@ -335,8 +335,8 @@ def grid(computations: Sequence[str], exchanges: Sequence[str], sizes: dict[str,
     return [
         Scenario(compute, exchange, counts[number], lane, next(ratios))
         for number in range(max(map(len, sizes.values()), default=0))
-        for compute in computations
         for lane, counts in sizes.items()
+        for compute in computations
         for exchange in exchanges
         if number < len(counts)
     ]

@@ -11,13 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .characterise import RATIOS, Bench, Result, Scenario, grid
 from .workloads import COLLECTIVES, COMPUTATIONS
-
-if TYPE_CHECKING:
-    from ..fabric.group import Group
 
 STRATEGIES = ("base", "priority", "partition", "both", "dma", "dma+fewer")
 MIB = 1 << 20
@@ -47,7 +44,7 @@ class Order:
 def default_sizes(device: str) -> dict[str, tuple[int, ...]]:
     """Bytes by lane. Virtual node or NVLink: hundreds of MB a millisecond; host link: a fortieth of that."""
     if device == "cuda":
-        return {"peer": (128 * MIB, 512 * MIB), "dma": (32 * MIB, 8 * MIB)}
+        return {"dma": (32 * MIB, 8 * MIB), "peer": (128 * MIB, 512 * MIB)}
     return {"peer": (8 * MIB, 32 * MIB), "dma": (4 * MIB, 16 * MIB)}
 
 
@@ -63,8 +60,6 @@ def measure_rank(order: dict[str, Any], said: Callable[[Result, int, int], None]
         wanted.computations, wanted.collectives, {lane: sizes[lane] for lane in sizes if not lanes.get(lane, "none")}
     )
     bench = Bench(group, wanted.rounds, wanted.seconds, wanted.scale)
-    if group.device.type == "cuda":
-        load_kernels(group, scenarios)
     results = []
     for number, scenario in enumerate(scenarios):
         if group.reduce_max([time.time()])[0] > wanted.until:
@@ -78,27 +73,6 @@ def measure_rank(order: dict[str, Any], said: Callable[[Result, int, int], None]
             else:
                 print(line(result), flush=True)
     return results
-
-
-def load_kernels(group: Group, scenarios: Sequence[Scenario]) -> None:
-    """Compile what the collectives over peer memory need, the ranks sharing the work. Collective."""
-    import torch
-
-    from ..collective.algorithms import LIBRARY
-    from ..collective.cuda_kernels import compile_ahead
-    from ..collective.selection import choose
-    from ..collective.topology import Topology
-
-    topology, wanted = Topology.of(group.nodes), []
-    for name, nbytes in sorted({(one.collective, one.nbytes) for one in scenarios if one.lane == "peer"}):
-        choice = choose(name, nbytes, "cuda", topology)
-        schedule = LIBRARY[choice.program].compile(
-            topology=topology, root=0, in_place=False, target="staged", slots=choice.slots, depth=choice.depth,
-            workers=choice.workers, instances=min(choice.instances, group.fabric.multiprocessors),
-            packets=choice.packets,
-        )  # fmt: skip
-        wanted.append((schedule, torch.bfloat16, "sum"))
-    compile_ahead(group, wanted)
 
 
 def tables_rank(counts: Sequence[int], nbytes: int, lane: str, file: str = "") -> dict[str, Any]:
