@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import c3, nn
+    from .c3.concurrent import concurrent
     from .errors import UndertowError
     from .fabric.group import Group
     from .fabric.launch import launch
@@ -32,6 +33,8 @@ __all__ = [
     "all_gather_matmul",
     "all_to_all_matmul",
     "as_group",
+    "c3",
+    "concurrent",
     "explain",
     "init",
     "launch",
@@ -53,6 +56,7 @@ _HOMES = {
     "all_gather_matmul": ".ops.all_gather_matmul",
     "all_to_all_matmul": ".ops.all_to_all_matmul",
     "as_group": ".fabric.registry",
+    "concurrent": ".c3.concurrent",
     "explain": ".ops.explain",
     "init": ".fabric.registry",
     "launch": ".fabric.launch",
@@ -65,7 +69,7 @@ _HOMES = {
     "shutdown": ".fabric.registry",
     "tune": ".ops.tuning",
 }
-_ROOMS = ("nn",)
+_ROOMS = ("c3", "nn")
 
 
 def __getattr__(name: str) -> Any:
