@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .fabric.registry import as_group, init, shutdown
     from .ops.all_gather_matmul import all_gather_matmul
     from .ops.all_to_all_matmul import all_to_all_matmul
+    from .ops.embedding_all_to_all import embedding_all_to_all, embedding_layout
     from .ops.explain import explain
     from .ops.matmul_all_reduce import matmul_all_reduce
     from .ops.matmul_all_to_all import matmul_all_to_all
@@ -32,6 +33,8 @@ __all__ = [
     "all_gather_matmul",
     "all_to_all_matmul",
     "as_group",
+    "embedding_all_to_all",
+    "embedding_layout",
     "explain",
     "init",
     "launch",
@@ -53,6 +56,8 @@ _HOMES = {
     "all_gather_matmul": ".ops.all_gather_matmul",
     "all_to_all_matmul": ".ops.all_to_all_matmul",
     "as_group": ".fabric.registry",
+    "embedding_all_to_all": ".ops.embedding_all_to_all",
+    "embedding_layout": ".ops.embedding_all_to_all",
     "explain": ".ops.explain",
     "init": ".fabric.registry",
     "launch": ".fabric.launch",

@@ -27,7 +27,9 @@ OPERATORS = {
     "all_gather_matmul": "rotated",
 }
 """The order of tiles in each operator's signaled plans; `tiles.py` says what they are."""
-ORDERS = tuple(OPERATORS.values())
+EMBEDDING, SLICES = "embedding_all_to_all", "slices"
+"""The operator that has no product, and the order of its plans; `bags.py` says what it is."""
+ORDERS = (*OPERATORS.values(), SLICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,10 @@ class Plan:
     - `tile` is (block_m, block_n), and `group_bands` how many bands of tiles are walked column by column together;
     - `order` is how tiles follow each other, `own_last` whether those a rank keeps come last in each parcel;
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
+
+    Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
+    fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
+    of a bag are asked for before the first is added; without a tile both follow from the tables that are met.
 
     `program` names the collective program that moves the parcels, "" none. `deterministic`: sums are taken in rank
     order over lane `net`, too, where the backend would choose one; over the others they always are.
@@ -115,7 +121,12 @@ class Plan:
                 self.tile is None or all(_whole(one, 1) for one in self.tile),
             ),
             ("parcels", self.extent, "below 2^31", all(_whole(one, 0) for pair in self.parcels for one in pair)),
-            ("tile", self.tile, "given for a signaled plan", self.grain != "signaled" or self.tile is not None),
+            (
+                "tile",
+                self.tile,
+                "given for a signaled plan",
+                self.grain != "signaled" or self.order == SLICES or self.tile is not None,
+            ),
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
             ("layout", self.layout, f"one of {', '.join(LAYOUTS)}", self.layout in LAYOUTS),
@@ -135,6 +146,12 @@ class Plan:
     def check(self, problem: Problem) -> None:
         """Refuse, with one sentence, a plan that was made for another problem. Costs microseconds."""
         self.validate()
+        if problem.operator == EMBEDDING:
+            if self.order != SLICES:
+                must = f"in {SLICES} order, as {problem.operator} needs"
+                raise InvalidArgument(argument="plan", was=f"in {self.order} order", must=must)
+            self.check_rows(self.extent or problem.m)  # fractions
+            return
         if self.grain == "fused":
             raise InvalidArgument(argument="plan", was=self.name, must="serial, chunked or signaled")
         if self.grain in ("serial", "chunked"):
