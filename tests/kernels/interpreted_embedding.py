@@ -65,7 +65,8 @@ def slice_list(parts: list[dict[str, int]], tables: int, block: int) -> torch.Te
 
 
 def launch(tables, values, offsets, weights, slices, about, ctas: int, **constants) -> None:
-    kinds = {"BAGS": 4, "COLUMNS": 8, "UNROLL": 2, "ALIGNMENT": 1, "MEAN": False, "SIGNAL": False, "WHOLE": False}
+    kinds = {"BAGS": 4, "COLUMNS": 8, "UNROLL": 2, "ALIGNMENT": 1, "MEAN": False, "SIGNAL": False, "WHOLE": False,
+             "LOCAL": False}  # fmt: skip
     kinds |= {"WEIGHTS": weights is not None} | constants
     embedding.pool_kernel[(ctas,)](
         tables[0], slices, about, values, offsets, values if weights is None else weights,
@@ -110,6 +111,14 @@ def test_what_is_out_of_range_counts_as_absent() -> None:
     launch(tables, values, broken, None, slice_list(parts, 2, 4), table_list(tables, 6), 2)  # reads nothing outside
 
 
+def test_destinations_from_a_base_on() -> None:
+    tables, values, offsets, _ = tables_and_bags([8], 9, 6, torch.float32, torch.int64, seed=5)
+    out = torch.full((9, 8), POISON)
+    parts = [{"address": 4 * 8 * first, "stride": 8, "first": first, "bags": bags} for first, bags in ((4, 5), (0, 4))]
+    launch([out], values, offsets, None, slice_list(parts, 1, 4), table_list(tables, 9), 2, WHOLE=True, LOCAL=True)
+    assert torch.equal(out.double(), wanted(tables, values, offsets, None, 9, False))
+
+
 def test_rows_of_others_are_passed() -> None:
     """A table cut by rows: each part adds what it holds, and together they are the whole."""
     tables, values, offsets, _ = tables_and_bags([8], 9, 6, torch.float32, torch.int64, seed=4)
@@ -130,7 +139,7 @@ def test_spread() -> None:
     about[:, 4] = torch.tensor([20, 13, 0])  # other columns in the destination
     parts = [
         {"address": out.data_ptr() + 4 * 30 * first, "stride": 30, "first": first, "bags": bags,
-         "source": source.data_ptr() + 4 * 23 * first, "source_stride": 23}
+         "source": 4 * 23 * first, "source_stride": 23}
         for first, bags in ((4, 7), (0, 4))
     ]  # fmt: skip
     embedding.spread_kernel[(3,)](

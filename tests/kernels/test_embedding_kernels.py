@@ -30,10 +30,10 @@ def compiled(
     warps = options.pop("num_warps")
     constants = {
         **options, "ALIGNMENT": 16 // SIZES[dtype], "MEAN": False, "WEIGHTS": False, "SIGNAL": True, "WHOLE": True,
-        **changes,
+        "LOCAL": False, **changes,
     }  # fmt: skip
     types = {
-        **dict.fromkeys(("slices", "tables", "values", "offsets"), "*i64"), "like": dtype, "weights": "*fp32",
+        **dict.fromkeys(("slices", "tables", "values", "offsets"), "*i64"), "base": dtype, "weights": "*fp32",
         "tickets": "*i32", "slice_count": "i32", "value_count": "i64",
     }  # fmt: skip
     return compile_kernel(embedding.pool_kernel, types, constants, target, warps, maxnreg=shape.registers)
@@ -41,7 +41,7 @@ def compiled(
 
 def spread(dtype: str = "*fp32", target: str = "sm_90") -> CompiledKernel:
     constants = {"BAGS": 16, "COLUMNS": 128, "ALIGNMENT": 16 // SIZES[dtype], "SIGNAL": True}
-    types = {"like": dtype, "slices": "*i64", "tables": "*i64", "tickets": "*i32", "slice_count": "i32"}
+    types = {"base": dtype, "slices": "*i64", "tables": "*i64", "tickets": "*i32", "slice_count": "i32"}
     return compile_kernel(embedding.spread_kernel, types, constants, target)
 
 
@@ -71,15 +71,18 @@ def test_the_signal_covers_the_slice(kernel: str, target: str) -> None:
     made = spread(target=target) if kernel == "spread" else compiled(target=target, **changes[kernel])
     assert check_release_order(made.ptx) == []
     assert check_acquire_order(made.ptx) == []
-    assert made.ptx.count("atom.global.sys.acq_rel") + made.ptx.count("atom.acq_rel.sys") + made.ptx.count(
-        "atom.global.acq_rel.sys"
-    ) == 1, [line for line in made.ptx.splitlines() if "atom" in line]
+    assert (
+        made.ptx.count("atom.global.sys.acq_rel")
+        + made.ptx.count("atom.acq_rel.sys")
+        + made.ptx.count("atom.global.acq_rel.sys")
+        == 1
+    ), [line for line in made.ptx.splitlines() if "atom" in line]
     assert made.ptx.count("st.release.sys.global.b32") == 1
 
 
 def test_no_signal_no_fence() -> None:
     """The lookup that writes locally pays for none of it."""
-    made = compiled(SIGNAL=False)
+    made = compiled(SIGNAL=False, LOCAL=True)
     assert "release" not in made.ptx
     assert "atom" not in made.ptx
 

@@ -1,17 +1,18 @@
 """Pooled lookups, and the kernel that pools straight into the memory of the ranks that own the samples.
 
     destination[bag, column : column + dim] = sum over l in [offsets[bag], offsets[bag + 1]) of
-                                              weights[l] * table[values[l]]                        (MEAN: / their number)
+                                              weights[l] * table[values[l]]            (MEAN: / their number)
 
 One persistent grid for all tables and all *slices*. A slice is a run of bags of one destination; its rows go to one
 place, which may be a peer's memory, whatever table they come from. CTAs take *items* (a block of bags of one table) in
 fixed turns, slice after slice in the order of the list: remote ones first, says the plan. Both lists are the caller's:
 
-    slices   destination, stride   address of the first row's first element, elements between two rows
+    slices   destination, stride   address of the first row's first element, or bytes from `base` on, and elements
+                                   between two rows
              first, bags           which bags, counted within a table
              signal                address of the int32 word that says "complete", or 0 for nobody
              begin, items          how many items come before this slice, and how many it has
-             source, source_stride where rows come from (`spread_kernel`)
+             source, source_stride where rows come from (`spread_kernel`), in bytes from `base` on
              choice, distance      address of the int32 word by which the destination says which of its places is free
                                    (1 for the first), and elements between two places; 0 where there is one place only
     tables   pointer, rows, dim, stride      the rows held here
@@ -50,12 +51,15 @@ def _complete(ticket, participants, signal):
 
 
 @triton.jit
-def _destination(entry, element: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Where a slice's first row goes.
+def _destination(entry, base, ALIGNMENT: tl.constexpr, LOCAL: tl.constexpr):
+    """Where a slice's first row goes: LOCAL ones to `base`, memory that may lie elsewhere in the next call.
 
     The word of choice was acquired by the stream's wait before this launch and changes only after it: a plain load.
     """
+    element: tl.constexpr = base.dtype.element_ty
     address, choice = tl.load(entry), tl.load(entry + 9)
+    if LOCAL:
+        address += base.to(tl.int64)
     if choice != 0:
         place = tl.load(choice.to(tl.pointer_type(tl.int32)), volatile=True).to(tl.int64) - 1
         address += place * tl.load(entry + 10) * (element.primitive_bitwidth // 8)
@@ -67,7 +71,8 @@ def _indices(values, start, length, begin, UNROLL: tl.constexpr):
     """Indices `begin`, `begin` + 1, ... of every bag; -1 where it has no more."""
     found = ()
     for step in tl.static_range(UNROLL):
-        found = found + (tl.load(values + (start + (begin + step)), mask=begin + step < length, other=-1),)
+        index = tl.load(values + (start + (begin + step)), mask=begin + step < length, other=-1)
+        found = found + (index,)  # type: ignore[assignment]  # noqa: RUF005 - Triton knows no other way
     return found
 
 
@@ -90,9 +95,11 @@ def _pooled(
             index = (indices[step].to(tl.int64) - first_row).to(tl.uint64)  # unsigned: negative ones are too large
             offset = index.to(tl.uint32).to(tl.uint64) * stride.to(tl.uint32).to(tl.uint64)
             offset = tl.multiple_of(offset, (ALIGNMENT, ALIGNMENT))
-            places = places + ((table + (offset + across), (index < rows.to(tl.uint64)) & mask),)
+            place = (table + (offset + across), (index < rows.to(tl.uint64)) & mask)
+            places = places + (place,)  # type: ignore[assignment]  # noqa: RUF005
         for step in tl.static_range(UNROLL):
-            loaded = loaded + (tl.load(places[step][0], mask=places[step][1], other=0.0),)
+            row = tl.load(places[step][0], mask=places[step][1], other=0.0)
+            loaded = loaded + (row,)  # type: ignore[assignment]  # noqa: RUF005
         indices = _indices(values, start, length, begin + UNROLL, UNROLL)
         for step in tl.static_range(UNROLL):
             row = loaded[step].to(tl.float32)
@@ -103,21 +110,24 @@ def _pooled(
     return total
 
 
-@triton.jit(do_not_specialize=["slices", "tables", "weights", "tickets", "slice_count", "value_count"])
-def pool_kernel(
-    like, slices, tables, values, offsets, weights, tickets, slice_count: tl.int32, value_count: tl.int64,
-    BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ALIGNMENT: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTS: tl.constexpr, SIGNAL: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """`like` only tells the dtype of rows and results. ALIGNMENT: elements that every address is a multiple of.
+_POOL = ["base", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count"]
 
-    WHOLE: every table has exactly COLUMNS columns, so nothing is masked across.
+
+@triton.jit(do_not_specialize=_POOL)
+def pool_kernel(
+    base, slices, tables, values, offsets, weights, tickets, slice_count: tl.int32, value_count: tl.int64,
+    BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ALIGNMENT: tl.constexpr, MEAN: tl.constexpr,
+    WEIGHTS: tl.constexpr, SIGNAL: tl.constexpr, WHOLE: tl.constexpr, LOCAL: tl.constexpr,
+):  # fmt: skip
+    """`base` has the dtype of rows and results. ALIGNMENT: elements that every address is a multiple of.
+
+    WHOLE: every table has exactly COLUMNS columns, so nothing is masked across. LOCAL: destinations count from `base`.
     """
-    element: tl.constexpr = like.dtype.element_ty
+    element: tl.constexpr = base.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
     for number in range(slice_count):
         entry = slices + number * _SLICE
-        destination = _destination(entry, element, ALIGNMENT)
+        destination = _destination(entry, base, ALIGNMENT, LOCAL)
         destination_stride, first, bags = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
         begin, items = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
         blocks = tl.cdiv(bags, BAGS)
@@ -158,24 +168,24 @@ def pool_kernel(
                 _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal)
 
 
-@triton.jit(do_not_specialize=["slices", "tables", "tickets", "slice_count"])
+@triton.jit(do_not_specialize=["base", "slices", "tables", "tickets", "slice_count"])
 def spread_kernel(
-    like, slices, tables, tickets, slice_count: tl.int32,
+    base, slices, tables, tickets, slice_count: tl.int32,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr, SIGNAL: tl.constexpr,
 ):  # fmt: skip
     """Rows that were pooled before, from `source` to `destination`, table by table: the All-to-All without lookup.
 
     The same slices, turns, tickets and signals as `pool_kernel`.
     """
-    element: tl.constexpr = like.dtype.element_ty
+    element: tl.constexpr = base.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
     for number in range(slice_count):
         entry = slices + number * _SLICE
-        destination = _destination(entry, element, ALIGNMENT)
+        destination = _destination(entry, base, ALIGNMENT, False)
         destination_stride, bags = tl.load(entry + 1), tl.load(entry + 3).to(tl.int32)
         begin, items = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
-        source, source_stride = tl.load(entry + 7).to(tl.pointer_type(element)), tl.load(entry + 8)
-        source = tl.multiple_of(source, ALIGNMENT * (element.primitive_bitwidth // 8))
+        source, source_stride = tl.load(entry + 7) + base.to(tl.int64), tl.load(entry + 8)
+        source = tl.multiple_of(source.to(tl.pointer_type(element)), ALIGNMENT * (element.primitive_bitwidth // 8))
         source_stride = tl.multiple_of(source_stride, ALIGNMENT)
         destination_stride = tl.multiple_of(destination_stride, ALIGNMENT)
         blocks = tl.cdiv(bags, BAGS)

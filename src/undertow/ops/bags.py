@@ -102,11 +102,11 @@ def offsets_of(
             raise InvalidArgument(argument=argument, was=f"of {tensor.dtype}", must="of torch.int32 or torch.int64")
         if tensor.device != values.device:
             raise InvalidArgument(argument=argument, was=f"on {tensor.device}", must=f"on {values.device}")
-    if weights is not None:
-        if weights.shape != values.shape or not weights.is_floating_point() or weights.device != values.device:
-            was = f"{list(weights.shape)} {weights.dtype} on {weights.device}"
-            must = f"{list(values.shape)} of a floating-point dtype on {values.device}"
-            raise InvalidArgument(argument="weights", was=was, must=must)
+    fits = weights is None or (weights.shape == values.shape and weights.device == values.device)
+    if weights is not None and not (fits and weights.is_floating_point()):
+        was = f"{list(weights.shape)} {weights.dtype} on {weights.device}"
+        must = f"{list(values.shape)} of a floating-point dtype on {values.device}"
+        raise InvalidArgument(argument="weights", was=was, must=must)
     if lengths is not None:
         return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     if given.numel() == 0:

@@ -1,4 +1,4 @@
-"""Rank r pools the bags of its tables for all samples; each rank gets the pooled rows of its own samples, of all tables.
+"""Rank r pools the bags of its tables for all samples; each rank gets the pooled rows of its own samples.
 
 | what | shape on each rank |
 |---|---|
@@ -84,12 +84,10 @@ def reference(
     width = sum(table.shape[1] for held in tables for table in held)
     dtype = next((table.dtype for held in tables for table in held), torch.float32)
     whole = torch.stack(rows).to(dtype) if rows else torch.zeros(0, width, dtype=dtype)
-    return list(whole.split(list(batches)))
+    return list(torch.split(whole, list(batches)))
 
 
-def embedding_layout(
-    tables: Tables, group: Group | dist.ProcessGroup | DeviceMesh | str | None = None
-) -> Layout:
+def embedding_layout(tables: Tables, group: Group | dist.ProcessGroup | DeviceMesh | str | None = None) -> Layout:
     """Who holds what, told to each other once. Collective; a call that is given it need not ask again."""
     on = as_group(group)
     check_tables(tables, on.device)
@@ -271,9 +269,10 @@ def run(
     lane = fabric.lane(plan.lane)  # before the guarded part: opening it is collective and slow
     plan = completed(plan, layout.dims, like.element_size(), bags.mean_length)
     if like.device.type == "cuda" and plan.lane == "peer":
+        from ..fabric.cuda import CudaFabric
         from . import embedding_cuda
 
-        assert isinstance(fabric, embedding_cuda.CudaFabric)
+        assert isinstance(fabric, CudaFabric)
         result = embedding_cuda.Exchange.of(fabric).take(layout, batches, like)
         with fabric.guarded_call((result.whole,)):
             embedding_cuda.run_over_peers(fabric, lane, bags, layout, batches, plan, result, compute)
@@ -303,9 +302,10 @@ def pooling(
     """Who pools into `buffer`, on the device that is there."""
     if buffer.device.type == "cpu":
         return _Pooling(bags, batches, plan, buffer, own)
+    from ..fabric.cuda import CudaFabric
     from . import embedding_cuda
 
-    assert isinstance(fabric, embedding_cuda.CudaFabric)
+    assert isinstance(fabric, CudaFabric)
     made = embedding_cuda.CudaPooling(fabric, bags, batches, plan, buffer, own)
     made.load()
     return made
@@ -352,9 +352,7 @@ class _Landing:
 
     def views(self, row: int, rows: int) -> list[torch.Tensor]:
         """Of every source, flat: where its part of rows [row, row + rows) arrives."""
-        return [
-            flat[row * width : (row + rows) * width] for flat, width in zip(self._flat, self._widths, strict=True)
-        ]
+        return [flat[row * width : (row + rows) * width] for flat, width in zip(self._flat, self._widths, strict=True)]
 
     def unpack(self, source: int, row: int, rows: torch.Tensor) -> None:
         """`rows` [n, columns that `source` makes] into rows [row, row + n) of the result."""

@@ -47,18 +47,18 @@ _PLACES = 2
 _SPREAD_CTAS = 8  # on an SM: copies wait for memory
 _ALIGNMENT = 128
 _THREADS = 128
-_EXCHANGE, _TICKETS = object(), object()  # names of what is kept with a fabric
+_EXCHANGE, _TICKETS, _LOADED = object(), object(), object()  # names of what is kept with a fabric
 
 
 class Slice(NamedTuple):
     """A row of the kernels' list of slices, but for what the launch adds."""
 
-    address: int
+    address: int  # or bytes from the launch's `base` on
     stride: int
     first: int
     bags: int
     signal: int = 0
-    source: int = 0
+    source: int = 0  # bytes from the launch's `base` on
     source_stride: int = 0
     choice: int = 0
     distance: int = 0
@@ -71,8 +71,8 @@ class Slice(NamedTuple):
 class Lookup:
     """The kernels' view of one rank's bags. `columns[i]`: where piece i goes in a destination row.
 
-    `only_load` launches do nothing but load the kernel and upload its lists: behind a waiting stream, loading might wait
-    for what the stream waits for.
+    `only_load` launches do nothing but load the kernel and upload its lists: behind a waiting stream, loading might
+    wait for what the stream waits for.
     """
 
     fabric: CudaFabric
@@ -84,48 +84,77 @@ class Lookup:
     def shape(self) -> Shape:
         return kernel_shape(self.plan, self.bags.tables[0].element_size())
 
-    def pool(self, found: Sequence[Slice], signal: bool, only_load: bool = False) -> None:
-        """Pool all slices in one launch of the plan's SMs."""
+    def pool(
+        self, found: Sequence[Slice], signal: bool, base: torch.Tensor | None = None, only_load: bool = False
+    ) -> None:
+        """Pool all slices in one launch of the plan's SMs; those of a `base` go there."""
         from ..kernels import embedding
 
         bags = self.bags
         if not found or not bags.tables:
             return
-        like, shape = bags.tables[0], self.shape
+        like, shape = bags.tables[0] if base is None else base, self.shape
         if like.dtype == torch.float64:
             raise InvalidArgument(argument="tables[0]", was="of torch.float64", must="of 32 or 16 bits on a GPU")
         weights = bags.weights if bags.weights is not None else bags.values
         constants: dict[str, Any] = {
-            **shape.options(), "ALIGNMENT": self._alignment(found), "MEAN": bags.pooling == "mean",
-            "WEIGHTS": bags.weights is not None, "SIGNAL": signal, "maxnreg": shape.registers,
-            "WHOLE": all(one.dim == shape.columns for one in bags.pieces),
+            **shape.options(), "ALIGNMENT": self._alignment(found, base), "MEAN": bags.pooling == "mean",
+            "WEIGHTS": bags.weights is not None, "SIGNAL": signal, "LOCAL": base is not None,
+            "WHOLE": all(one.dim == shape.columns for one in bags.pieces), "maxnreg": shape.registers,
         }  # fmt: skip
         table, items = self._slices(found, shape.bags)
         tickets = _tickets(self.fabric, len(found))
         arguments = (like, table, self._tables(), bags.values, bags.offsets, weights, tickets)
         ctas = shape.ctas * (self.plan.share.multiprocessors or self.fabric.multiprocessors)
-        grid = (1 if only_load else max(1, min(items, ctas)),)
+        if not only_load:
+            grid, count = (max(1, min(items, ctas)),), len(found)
+        elif self._is_loaded("pool", (like, bags.values, bags.offsets, weights), constants):
+            return
+        else:
+            grid, count = (1,), 0
         kernel: Any = embedding.pool_kernel
-        kernel[grid](*arguments, 0 if only_load else len(found), bags.values.numel(), **constants)
+        kernel[grid](*arguments, count, bags.values.numel(), **constants)
 
-    def spread(self, found: Sequence[Slice], signal: bool, ctas: int | None = None, only_load: bool = False) -> None:
-        """Copy pooled rows to their places in one launch; `source` of each slice says from where."""
+    def spread(
+        self,
+        found: Sequence[Slice],
+        signal: bool,
+        base: torch.Tensor,
+        ctas: int | None = None,
+        only_load: bool = False,
+    ) -> None:
+        """Copy pooled rows of `base` to their places in one launch; `source` of each slice says from where."""
         from ..kernels import embedding
 
         if not found or not self.bags.tables:
             return
-        like, columns = self.bags.tables[0], self.shape.columns
-        block = 4 * max(1, _THREADS * 16 // (columns * like.element_size()))
+        columns = self.shape.columns
+        block = 4 * max(1, _THREADS * 16 // (columns * base.element_size()))
         constants = {
-            "BAGS": block, "COLUMNS": columns, "ALIGNMENT": self._alignment(found), "SIGNAL": signal,
+            "BAGS": block, "COLUMNS": columns, "ALIGNMENT": self._alignment(found, base), "SIGNAL": signal,
             "num_warps": _THREADS // 32,
         }  # fmt: skip
         table, items = self._slices(found, block)
+        arguments = (base, table, self._tables(), _tickets(self.fabric, len(found)))
         ctas = ctas or _SPREAD_CTAS * self.fabric.multiprocessors
-        grid = (1 if only_load else max(1, min(items, ctas)),)
-        arguments = (like, table, self._tables(), _tickets(self.fabric, len(found)))
+        if not only_load:
+            grid, count = (max(1, min(items, ctas)),), len(found)
+        elif self._is_loaded("spread", (base,), constants):
+            return
+        else:
+            grid, count = (1,), 0
         kernel: Any = embedding.spread_kernel
-        kernel[grid](*arguments, 0 if only_load else len(found), **constants)
+        kernel[grid](*arguments, count, **constants)
+
+    def _is_loaded(self, kernel: str, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> bool:
+        """Whether this variant was launched before; a captured call's was, before the capture."""
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        loaded: set[object] = self.fabric.kept.setdefault(id(_LOADED), set())  # type: ignore[assignment]
+        key = (kernel, *(one.dtype for one in tensors), *sorted(constants.items()))
+        known = key in loaded
+        loaded.add(key)
+        return known
 
     def _slices(self, found: Sequence[Slice], block: int) -> tuple[torch.Tensor, int]:
         """The list on the device, and how many items it has."""
@@ -154,7 +183,7 @@ class Lookup:
         )  # fmt: skip
         return device_table(self.fabric, ("tables", lines), lambda: np.array(lines, np.int64))
 
-    def _alignment(self, found: Sequence[Slice]) -> int:
+    def _alignment(self, found: Sequence[Slice], base: torch.Tensor | None) -> int:
         """Elements that all addresses are multiples of: those of 16 bytes, or one."""
         size = self.bags.tables[0].element_size()
         bytes_of = [
@@ -162,7 +191,7 @@ class Lookup:
             *(one.dim * size for one in self.bags.pieces), *(one * size for one in self.columns),
             *(one.address for one in found), *(one.stride * size for one in found),
             *(one.source for one in found), *(one.source_stride * size for one in found),
-            *(one.distance * size for one in found),
+            *(one.distance * size for one in found), 0 if base is None else base.data_ptr(),
         ]  # fmt: skip
         return 16 // size if all(one % 16 == 0 for one in bytes_of) else 1
 
@@ -237,12 +266,11 @@ class CudaPooling(Product):
         """One parcel, or all."""
         width, size, signal = self._bags.width, self._buffer.element_size(), self._plan.grain == "signaled"
         found = [
-            Slice(self._buffer.data_ptr() + one.first * width * size, width, one.first, one.bags,
-                  self._word(number) if signal else 0)
+            Slice(one.first * width * size, width, one.first, one.bags, self._word(number) if signal else 0)
             for number, one in enumerate(self._leaving) if parcel is None or one.parcel == parcel
         ]  # fmt: skip
         with timeline.event("lookup", engine="compute", bags=sum(one.bags for one in found)):
-            self._lookup.pool(found, signal, only_load)
+            self._lookup.pool(found, signal, self._buffer, only_load)
 
 
 # -- results that peers write into -------------------------------------------------------------------------------------
@@ -311,7 +339,9 @@ class Exchange:
     def arrived(self, sources: Sequence[int], parcels: Sequence[int]) -> None:
         """Wait for these parcels of these sources, and clear their words."""
         words = [self.full(source, parcel) for source in sources for parcel in parcels]
-        steps = [Step(True, self._rank, word, 1) for word in words] + [Step(False, self._rank, word, 0) for word in words]
+        steps = [Step(True, self._rank, word, 1) for word in words] + [
+            Step(False, self._rank, word, 0) for word in words
+        ]
         if steps:
             self._words.perform(steps)
 
@@ -341,7 +371,7 @@ class Result:
             signal = 0 if one.destination == rank else self.exchange.signal(one.destination, one.parcel)
             address = self.base[one.destination] + one.row * room * size
             width = 0 if source is None else source.shape[1]
-            by = 0 if source is None else source.data_ptr() + one.first * width * size
+            by = one.first * width * size
             choice, distance = self.exchange.choice(one.destination), self.distance // size
             found.append(Slice(address, room, one.first, one.bags, signal, by, width, choice, distance))
         return found
@@ -376,22 +406,24 @@ def run_over_peers(
     like = result.whole
     buffer = torch.empty(bags.samples, bags.width, dtype=like.dtype, device=like.device)
     parcels = [
-        result.slices([one for one in leaving if (one.parcel, one.destination == rank) == (parcel, False)], rank, buffer)
+        result.slices(
+            [one for one in leaving if (one.parcel, one.destination == rank) == (parcel, False)], rank, buffer
+        )
         for parcel in range(len(plan.parcels))
     ]
     mine = result.slices([one for one in leaving if one.destination == rank], rank, buffer)
     product: Product = NoProduct()
     if compute:
-        product = CudaPooling(fabric, bags, batches, plan, buffer, lambda: lookup.spread(mine, False))
+        product = CudaPooling(fabric, bags, batches, plan, buffer, lambda: lookup.spread(mine, False, buffer))
         product.load()
-        lookup.spread(mine, False, only_load=True)
+        lookup.spread(mine, False, buffer, only_load=True)
     ctas = plan.share.communication_ctas
     for found in parcels:
-        lookup.spread(found, True, ctas, only_load=True)
+        lookup.spread(found, True, buffer, ctas, only_load=True)
 
     def carry(parcel: int) -> None:
         with timeline.event("spread", engine=lane.name, slices=len(parcels[parcel])):
-            lookup.spread(parcels[parcel], True, ctas)
+            lookup.spread(parcels[parcel], True, buffer, ctas)
 
     def collect(parcel: int) -> None:
         exchange.arrived(sources if parcel in here else (), [parcel])
