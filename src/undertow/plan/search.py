@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from . import flash_overlap, pipeline
 from .defaults import default_plan
 from .pipeline import Step, advance
-from .plan import Plan, Share, split
+from .plan import EMBEDDING, Plan, Share, split
 from .predict import (
     Prediction,
     collective_seconds,
@@ -74,6 +74,8 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     found = {"serial": default_plan(problem, "serial", lane)}
     if problem.ranks == 1 or problem.m * problem.n == 0:
         return found
+    if problem.operator == EMBEDDING:
+        return found | _slices(problem, lane)
     for parts in _CHUNKS:
         if problem.m >= parts:
             found[f"chunks of {parts}"] = Plan("chunked", lane, split(problem.m, parts))
@@ -85,6 +87,18 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
         found[name] = _cut(frame, [cuts[end] for end in ends])
     found["best"] = dataclasses.replace(frame, parcels=best_parcels(problem, machine, frame))
     found["flash overlap"] = flash_overlap_plan(problem, machine, frame)
+    return found
+
+
+def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
+    """Of embedding_all_to_all: chunks, a kernel whose slices leave as they finish, one that stores them itself."""
+    found = {}
+    for grain in ("chunked", "signaled", *(("fused",) if problem.device == "cpu" or lane == "peer" else ())):
+        base = default_plan(problem, grain, lane)
+        counts = {len(base.parcels), *(_CHUNKS if grain != "fused" or problem.device == "cpu" else ())}
+        for parts in sorted(counts):
+            if 1 <= parts <= problem.m:
+                found[f"{grain} {parts}"] = dataclasses.replace(base, parcels=split(problem.m, parts))
     return found
 
 
