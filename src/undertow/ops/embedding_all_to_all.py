@@ -44,6 +44,9 @@ from .bags import (
     tables_of,
 )
 from .choose import Request, perform
+from .differentiable import refuse_in_place
+from .embedding_gradients import Backward, Lookup, RowOptimizer
+from .explain import explain
 from .operands import dtype_name
 from .overlap import give_up, half_way, join, overlap
 from .product import NoProduct, Product
@@ -119,6 +122,9 @@ def embedding_all_to_all(
     *,
     batches: Sequence[int] | None = None,
     layout: Layout | None = None,
+    sparse: bool = False,
+    divide_gradients: bool = False,
+    optimizer: RowOptimizer | None = None,
     group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
     plan: Plan | None = None,
@@ -130,11 +136,29 @@ def embedding_all_to_all(
     number of values all the same. `batches`: samples of each rank, None for B cut by torch.tensor_split. `layout`, from
     `embedding_layout`, and `batches` spare ranks from telling each other in every call.
 
+    Gradients (`embedding_gradients.py`): of tables dense, or `sparse`; divided by the number of ranks if TorchRec's
+    convention is wanted; or none, and an `optimizer` steps rows in the backward pass. As the backward pass exchanges
+    gradients, either all ranks ask for some or none does: a rank without tables takes part, too.
+
     On a GPU the indices are looked at only under UNDERTOW_CHECK=1; one out of range reads nothing and counts as absent.
     """
     on = as_group(group)
     bags, found, sizes = arguments(tables, values, offsets, lengths, weights, pooling, batches, layout, on)
-    return call(bags, found, sizes, on, strategy, plan, out)
+    wanted = any(one is not None and one.requires_grad for one in (*bags.tables, weights))
+    if not torch.is_grad_enabled() or not (wanted or optimizer is not None or not bags.tables):
+        return call(bags, found, sizes, on, strategy, plan, out)
+    refuse_in_place(out=out)
+    divisor = on.size if divide_gradients else 1
+
+    def forward() -> tuple[torch.Tensor, str]:
+        y = call(bags, found, sizes, on, strategy, plan)
+        ran = explain(group=on.name)
+        assert ran is not None
+        return y, ran.plan.lane  # gradients take the way back
+
+    backward = Backward(on.fabric, bags, found, sizes, forward, sparse, divisor, optimizer)
+    anchor = torch.empty(0, device=on.device, requires_grad=True)  # ranks without tables have a backward pass, too
+    return Lookup.apply(backward, anchor, weights, *bags.tables)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def arguments(
@@ -344,15 +368,16 @@ class _Landing:
 
     def __init__(self, layout: Layout, whole: torch.Tensor, rank: int) -> None:
         self._whole, self._runs = whole, [_runs(layout, source) for source in range(len(layout.held))]
-        self._rank = rank
-        self._flat = [
-            whole.new_empty(0 if source == rank else whole.shape[0] * width) for source, width in enumerate(layout.sent)
-        ]
-        self._widths = layout.sent
+        self._rank, self._widths = rank, [0 if one == rank else width for one, width in enumerate(layout.sent)]
+        self._flat = whole.new_empty(whole.shape[0] * sum(self._widths))  # one for all: copies of several go together
 
     def views(self, row: int, rows: int) -> list[torch.Tensor]:
         """Of every source, flat: where its part of rows [row, row + rows) arrives."""
-        return [flat[row * width : (row + rows) * width] for flat, width in zip(self._flat, self._widths, strict=True)]
+        firsts = [len(self._whole) * sum(self._widths[:source]) for source in range(len(self._widths))]
+        return [
+            self._flat[first + row * width : first + (row + rows) * width]
+            for first, width in zip(firsts, self._widths, strict=True)
+        ]
 
     def unpack(self, source: int, row: int, rows: torch.Tensor) -> None:
         """`rows` [n, columns that `source` makes] into rows [row, row + n) of the result."""

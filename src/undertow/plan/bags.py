@@ -74,7 +74,7 @@ class Layout:
             raise InvalidArgument(argument="tables", was=was, must="numbered 0, 1, 2, ... over all ranks")
         for (table, first), found in self._holders.items():
             reached = 0
-            for _, piece in sorted(found, key=lambda one: one[1].first_row):
+            for _, piece in sorted(found, key=lambda one: (one[1].first_row, one[1].rows)):
                 if piece.first_row != reached:
                     was = f"with rows from {piece.first_row} after {reached} at column {first}"
                     must = "made of pieces that meet without gap or overlap"
