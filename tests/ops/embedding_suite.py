@@ -182,6 +182,11 @@ def slope(samples: int, width: int) -> torch.Tensor:
     return (1 + (torch.arange(samples)[:, None] + torch.arange(width)) % 3).double()
 
 
+def same(found: torch.Tensor, want: torch.Tensor, part: int) -> bool:
+    """Bit for bit, unless gradients are divided by what is no power of two."""
+    return torch.equal(found, want) if part & (part - 1) == 0 else torch.allclose(found, want, rtol=1e-13, atol=1e-12)
+
+
 def gradients(seed: int, count: int) -> int:
     """Dense and sparse, divided and not, of weights too, and steps of a fused optimizer; how many were compared."""
     group, compared = ut.init(), 0
@@ -212,15 +217,15 @@ def gradients(seed: int, count: int) -> int:
         for one, was, (table, rows, columns) in zip(leaves, before, case.placed[rank], strict=True):
             want = for_tables[table][rows, columns] / part
             if optimizer is not None:
-                assert torch.equal(one, was - 0.5 * want), f"case {number} {strategy}: table {table} after the step"
+                assert same(one, was - 0.5 * want, part), f"case {number} {strategy}: table {table} after the step"
             else:
                 assert one.grad is not None
                 assert one.grad.is_sparse == (number % 2 == 1)
-                assert torch.equal(one.grad.to_dense(), want), f"case {number} {strategy}: gradient of table {table}"
+                assert same(one.grad.to_dense(), want, part), f"case {number} {strategy}: gradient of table {table}"
             compared += 1
         if weights is not None and optimizer is None and not case.sharded:
             flat = [one for table, _, _ in case.placed[rank] for bag in for_weights[table] for one in bag]
             assert weights.grad is not None
-            assert torch.equal(weights.grad, torch.tensor(flat, dtype=torch.float64) / part), f"case {number}: weights"
+            assert same(weights.grad, torch.tensor(flat, dtype=torch.float64) / part, part), f"case {number}: weights"
             compared += 1
     return compared

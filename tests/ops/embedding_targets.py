@@ -119,7 +119,7 @@ SAID = {
     "batches": ("batches is [1]", "2 counts"),
     "batch sum": ("offsets is for 6 samples", "for 5 samples"),
     "out": ("out is [1, 1]",),
-    "strategy": ("Strategy", "eager"),
+    "strategy": ("strategy is 'eager'", "serial, chunked, signaled, fused"),
 }
 
 
