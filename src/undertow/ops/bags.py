@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
 from ..plan.bags import Layout, Piece
@@ -44,6 +47,13 @@ class Bags:
     @property
     def width(self) -> int:
         return sum(one.dim for one in self.pieces)
+
+    @cached_property
+    def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """On a CPU: values and offsets as 64-bit integers, weights in the tables' type, or none of them."""
+        dtype = self.tables[0].dtype
+        weights = torch.empty(0, dtype=dtype) if self.weights is None else self.weights.detach().to(dtype).contiguous()
+        return self.values.long().numpy(), self.offsets.long().numpy(), weights.numpy()
 
     @property
     def mean_length(self) -> float:
@@ -139,7 +149,13 @@ def check_bags(bags: Bags, layout: Layout) -> None:
 
 
 def pool(bags: Bags, first: int, count: int, into: torch.Tensor) -> None:
-    """Samples [first, first + count) of every piece into `into` [count, width], piece beside piece, on a CPU."""
+    """Samples [first, first + count) of every piece into `into` [count, width], piece beside piece, on a CPU.
+
+    The bags must have been checked (`check_bags`): nothing is looked at again.
+    """
+    if count and bags.tables and bags.tables[0].dtype in (torch.float32, torch.float64):
+        _pool_compiled(bags, first, into)
+        return
     column = 0
     for number, (table, piece) in enumerate(zip(bags.tables, bags.pieces, strict=True)):
         start = number * bags.samples + first
@@ -148,6 +164,19 @@ def pool(bags: Bags, first: int, count: int, into: torch.Tensor) -> None:
         values, offsets = bags.values[part], (bounds - bounds[0]).to(bags.values.dtype)
         weights = None if bags.weights is None else bags.weights[part].to(table.dtype)
         into[:, column : column + piece.dim] = _pooled(table, piece, values, offsets, weights, bags.pooling)
+        column += piece.dim
+
+
+def _pool_compiled(bags: Bags, first: int, into: torch.Tensor) -> None:
+    from .cpu_pooling import pool_table
+
+    values, offsets, weights = bags.arrays
+    out, count, column = into.numpy(), into.shape[0], 0
+    weighted, mean = bags.weights is not None, bags.pooling == "mean"
+    for number, (table, piece) in enumerate(zip(bags.tables, bags.pieces, strict=True)):
+        start = number * bags.samples + first
+        bounds = offsets[start : start + count + 1]
+        pool_table(table.detach().numpy(), values, bounds, weights, weighted, piece.first_row, mean, out, column)
         column += piece.dim
 
 
