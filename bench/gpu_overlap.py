@@ -2,7 +2,7 @@
 
 For every operator and shape, in one run, interleaved, the slowest rank counts:
 - the matmul alone (cuBLAS, the rank's SMs) and the communication alone (the lane's own collective, pipelined);
-- serial: one after the other; two chunks; equal parcels; growing and shrinking ones; FlashOverlap's rule.
+- serial: one after the other; two chunks and more; equal parcels (FlashOverlap's rule); growing and shrinking ones.
 
 Speed-up is over serial; E is the part of the exposed communication that was hidden; the share of ideal compares with
 the longer of the two parts.
@@ -70,8 +70,10 @@ def plans(problem: Problem, lane: str) -> dict[str, Plan]:
     found = {
         "serial": default_plan(problem, "serial", lane),
         "two chunks": Plan("chunked", lane, split(problem.m, 2)),
+        "4 chunks": Plan("chunked", lane, split(problem.m, 4)),
+        "8 chunks": Plan("chunked", lane, split(problem.m, 8)),
     }
-    for count in (4, 8, 16):
+    for count in (4, 8, 12, 16):
         if count <= bands:
             found[f"{count} equal parcels"] = signaled(problem, lane, [1.0] * count)
     if bands >= 8:
@@ -162,6 +164,28 @@ def line(one: dict[str, Any]) -> str:
     return text
 
 
+def summary(found: list[dict[str, Any]]) -> list[str]:
+    """Where neither part is more than twice the other: the mean share of ideal of each shape's fastest plan, by M."""
+    lines = []
+    for m in sorted({one["m"] for one in found}):
+        shares, signaled_only = [], []
+        for one in found:
+            median = one["median"]
+            gemm, comm = median["gemm"], median["communication"]
+            if one["m"] != m or not 0.5 <= comm / gemm <= 2:
+                continue
+            plans = {name: took for name, took in median.items() if name not in ("gemm", "communication", "serial")}
+            shares.append(share_of_ideal(min(plans.values()), gemm, comm) or 0.0)
+            parcels = [took for name, took in plans.items() if "chunks" not in name]
+            signaled_only.append(share_of_ideal(min(parcels), gemm, comm) or 0.0)
+        if shares:
+            lines.append(
+                f"M {m}: {len(shares)} shapes with 0.5 <= comm/gemm <= 2, mean share of ideal "
+                f"{statistics.mean(shares) * 100:.0f}%, of parcels alone {statistics.mean(signaled_only) * 100:.0f}%"
+            )
+    return lines
+
+
 def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
     bench = Bench(options["lane"], options["graph"], options["rounds"])
     found = []
@@ -196,6 +220,7 @@ def main() -> None:
     ]  # fmt: skip
     print(f"best speed-up {max(best)[0]:.2f} ({max(best)[1]}), geometric mean of the best of each shape "
           f"{math.exp(statistics.mean(math.log(one) for one, _ in best)):.2f}")  # fmt: skip
+    print(*summary(found), sep="\n")
     if options.out:
         facts = environment({"link": f"virtual node of {options.ranks}, lane {options.lane}", "graph": options.graph})
         options.out.write_text(json.dumps({"shapes": found, "environment": facts}, indent=1, default=str) + "\n")

@@ -113,6 +113,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, World]]
         module, "new_stream", lambda device, priority=0: types.SimpleNamespace(cuda_stream=world.new_stream())
     )
     monkeypatch.setattr(module, "new_event", lambda device: next(events))
+    monkeypatch.setattr(module, "is_capturing", lambda: False)
     yield lanes, module, world
     for name in names:
         sys.modules.pop(name, None)
@@ -252,5 +253,15 @@ def test_rows_too_far_apart_are_copied_one_by_one(modules: Any) -> None:
             return self.address
 
     for step, runs in ((1 << 20, 1), ((1 << 31) - 1, 1), (1 << 31, 3)):
-        found = lanes._runs([(peer, 0, Far(64, peer * step)) for peer in range(3)], 0)
+        found = lanes._runs([(peer, 0, Far(64, peer * step)) for peer in range(3)], 0, inside=False)
         assert len(found) == runs
+
+
+def test_copies_of_a_graph_stay_inside_their_memory(modules: Any) -> None:
+    """The driver counts a whole step for the last row of a captured copy."""
+    lanes, _, _ = modules
+    memory = torch.zeros(4, 100, dtype=torch.uint8)
+    for first, heights in ((0, [3]), (1, [2, 1])):  # pieces of 30 bytes in rows 0 to 2, in rows 1 to 3
+        messages = [(peer, 0, memory[first + peer, 60:90]) for peer in range(3)]
+        assert [len(run.peers) for run in lanes._runs(messages, 0, inside=False)] == [3]
+        assert [len(run.peers) for run in lanes._runs(messages, 0, inside=True)] == heights

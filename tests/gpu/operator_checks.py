@@ -112,9 +112,9 @@ def program_moves_before_the_matmul_ends(group: ut.Group) -> None:
 
     from undertow.fabric.timeline import Recorder, recording
 
-    rows = 4096
-    x = torch.ones(rows, 4096, dtype=torch.bfloat16, device=group.device)
-    w = torch.ones(4096, 4096, dtype=torch.bfloat16, device=group.device)
+    rows, inner = 4096, 16384  # long enough for the host to walk the program meanwhile
+    x = torch.ones(rows, inner, dtype=torch.bfloat16, device=group.device)
+    w = torch.ones(inner, 4096, dtype=torch.bfloat16, device=group.device)
     for program in program_targets.PROGRAMS["matmul_all_reduce"]:
         for turn in range(2):
             recorder = Recorder(group.rank, "cuda")

@@ -268,8 +268,9 @@ class StagedLane(Lane):
         a pause, so one of several rows beats several. The two sides need not join alike: each has its own flags.
         """
         longest = max((data.nbytes for _, _, data in messages), default=0)
+        inside = stream_memory.is_capturing()
         for number, offset in enumerate(range(0, longest, _MOST_CHUNK)):
-            for run in _runs(messages, offset):
+            for run in _runs(messages, offset, inside):
                 if self._rank in run.peers:
                     raise InvalidArgument(argument="peer", was=self._rank, must="another rank")
                 place = self._place(run.slot, number)
@@ -310,8 +311,11 @@ class _Run(NamedTuple):
     step: int
 
 
-def _runs(messages: Sequence[Message], offset: int) -> list[_Run]:
-    """The chunks at `offset` of all messages that are so long, in as few runs as their sizes and places allow."""
+def _runs(messages: Sequence[Message], offset: int, inside: bool) -> list[_Run]:
+    """The chunks at `offset` of all messages that are so long, in as few runs as their sizes and places allow.
+
+    `inside`: a graph's copy counts `step` bytes for its last row, too, and must not leave the memory it is in.
+    """
     runs: list[_Run] = []
     for peer, slot, data in sorted(messages, key=lambda message: message[0]):
         size, address = min(_MOST_CHUNK, data.nbytes - offset), data.data_ptr() + offset
@@ -321,13 +325,20 @@ def _runs(messages: Sequence[Message], offset: int) -> list[_Run]:
             last = runs[-1]
             step = address - last.address - (len(last.peers) - 1) * last.step
             even = len(last.peers) == 1 or step == last.step
+            fits = not inside or address + step <= _end_of_memory(data)
             if (
                 peer == last.peers.stop
                 and (slot, size) == (last.slot, last.size)
                 and even
                 and size <= step <= _MOST_STEP
+                and fits
             ):
                 runs[-1] = last._replace(peers=range(last.peers.start, peer + 1), step=step)
                 continue
         runs.append(_Run(range(peer, peer + 1), slot, address, size, 0))
     return runs
+
+
+def _end_of_memory(tensor: torch.Tensor) -> int:
+    memory = tensor.untyped_storage()
+    return memory.data_ptr() + memory.nbytes()

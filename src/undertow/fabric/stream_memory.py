@@ -177,6 +177,11 @@ def current(stream: torch.cuda.Stream) -> Iterator[None]:
         torch._C._cuda_setStream(*before)
 
 
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
 def to_host(stream: int, host: int, device: int, size: int) -> None:
     """Copy by a copy engine, device to host, in the order of `stream`."""
     code = _to_host(host, device, size, stream)

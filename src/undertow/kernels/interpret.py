@@ -44,7 +44,7 @@ from .signals import ARRIVED, LATE, report_error
 _WORD = tl.constexpr(128)  # bytes between two semaphores
 
 # One element a thread: each thread with `$3` set polls its own word. As in `signals`, the abort word (across PCIe) and
-# the timer (slow to read) are looked at once in 64 polls.
+# the timer (slow to read) are looked at once in 1024 polls.
 _POLL = tl.constexpr("""{
     .reg .pred idle, done, again, stop;
     .reg .b32 seen, polls, status;
@@ -60,7 +60,7 @@ POLL:
     setp.ge.s32 done, seen, 0;
     @done bra END;
     add.u32 polls, polls, 1;
-    and.b32 seen, polls, 63;
+    and.b32 seen, polls, 1023;
     setp.ne.u32 again, seen, 0;
     @again bra POLL;
     ld.relaxed.sys.global.b32 seen, [$4];

@@ -27,7 +27,7 @@ _IN_FLIGHT = tl.constexpr(4)  # words that each thread has under way
 def _settle(count: int) -> str:
     """Polls `count` packets together, those whose bit is set: all loads are under way before the first is looked at.
 
-    As in `interpret`, the abort word (across PCIe) and the timer (slow to read) are looked at once in 64 polls.
+    As in `interpret`, the abort word (across PCIe) and the timer (slow to read) are looked at once in 1024 polls.
     """
     wanted, flag, *pointers, abort, error, deadline = (f"${one}" for one in range(count, 2 * count + 5))
     each = range(count)
@@ -49,7 +49,7 @@ def _settle(count: int) -> str:
             for one in each
         ),
         "setp.eq.u32 done, seen, 0; @done bra END;",
-        "add.u32 polls, polls, 1; and.b32 seen, polls, 63; setp.ne.u32 again, seen, 0; @again bra POLL;",
+        "add.u32 polls, polls, 1; and.b32 seen, polls, 1023; setp.ne.u32 again, seen, 0; @again bra POLL;",
         f"ld.relaxed.sys.global.b32 seen, [{abort}]; setp.ne.s32 stop, seen, 0; @stop bra END;",
         "mov.u64 now, %globaltimer; setp.eq.u64 again, begin, 0; @again mov.u64 begin, now;",
         f"sub.u64 passed, now, begin; setp.lt.u64 again, passed, {deadline}; @again bra POLL;",

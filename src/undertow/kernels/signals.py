@@ -45,7 +45,7 @@ _FAILED_TICKET = tl.constexpr(1 << 16)
 
 # Thread 0 polls; the others wait in the barrier, which also hands them the outcome. The barriers are the unaligned
 # kind: the compiler does not know that this text holds one and may keep the warp of thread 0 diverged. The abort word
-# lies across PCIe and the timer is slow to read, so both are looked at once in 64 polls.
+# lies across PCIe and the timer is slow to read, so both are looked at once in 1024 polls.
 _WAIT = tl.constexpr("""{
     .reg .pred other, done, again, stop, failed, aborted;
     .reg .b32 thread, seen, polls, status;
@@ -62,7 +62,7 @@ POLL:
     setp.ge.s32 done, seen, 0;
     @done bra JOIN;
     add.u32 polls, polls, 1;
-    and.b32 seen, polls, 63;
+    and.b32 seen, polls, 1023;
     setp.ne.u32 again, seen, 0;
     @again bra POLL;
     ld.relaxed.sys.global.b32 seen, [$3];

@@ -24,9 +24,9 @@ _CPU_WEIGHTS = (2, 3, 5, 6, 6, 5, 3, 2)
 """Of a CPU's parcels: the link starts early, and little is left when the matmul ends. Equal ones on a GPU, for now."""
 _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one product; ranks may differ in columns
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
-_RESERVED = {"net": 4, "peer": 4, "dma": 2}
+_RESERVED = {"net": 4, "peer": 4, "dma": 1}
 """SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
-_CTAS_PER_SM = 4  # of those: they wait for memory, and several find room on an SM
+_BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find room on an SM
 _PROGRAM_CTAS = 8
 
 
@@ -101,7 +101,7 @@ def _share(problem: Problem, lane: str) -> Share:
     if problem.device == "cpu":
         return Share()
     reserved = min(_RESERVED[lane], problem.multiprocessors - 1)
-    return Share(multiprocessors=problem.multiprocessors - reserved, communication_ctas=max(1, _CTAS_PER_SM * reserved))
+    return Share(multiprocessors=problem.multiprocessors - reserved, communication_ctas=_BESIDE_CTAS)
 
 
 def _tile(problem: Problem) -> tuple[int, int]:
