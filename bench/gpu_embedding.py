@@ -8,8 +8,10 @@ First exactness against a plain loop, then for every shape, in one run, interlea
 Bytes of a lookup: rows read, pooled rows written. All ranks run at once, so each has its part of the card's bandwidth.
 Several calls in one CUDA graph: device time. `hidden` is the part of the All-to-All's time that fused does not show.
 
-    PYTHONPATH=src python bench/gpu_embedding.py [--full] [--seconds 100] [--out results.json]
-    PYTHONPATH=src python bench/gpu_embedding.py --sweep       # shapes of the lookup kernel, to choose the plan's
+First a few shapes of the kernel (vectors in a thread, rows ahead, registers) are tried on one problem of each kind; the
+fastest is what runs afterwards, and is printed: those of `plan/bags.py` should be the same.
+
+    PYTHONPATH=src python bench/gpu_embedding.py [--full] [--seconds 55] [--out results.json]
 """
 
 from __future__ import annotations
@@ -42,10 +44,28 @@ GRID = {
     "batch": (512, 2048, 8192), "tables": (4, 16, 64), "dim": (64, 128, 256), "pooling": (1, 10, 70),
     "dtype": ("float32", "bfloat16"), "indices": ("uniform", "zipf"),
 }  # fmt: skip
-SUBSET = 18
+FIRST = (
+    (2048, 16, 128, 10, "float32", "uniform"),
+    (2048, 16, 128, 1, "float32", "uniform"),
+    (8192, 16, 128, 1, "bfloat16", "zipf"),
+    (2048, 16, 128, 70, "bfloat16", "uniform"),
+    (2048, 16, 256, 10, "bfloat16", "zipf"),
+    (512, 64, 64, 1, "float32", "uniform"),
+    (8192, 4, 64, 10, "float32", "zipf"),
+    (512, 16, 256, 70, "float32", "uniform"),
+    (2048, 64, 128, 10, "bfloat16", "uniform"),
+    (2048, 4, 256, 1, "float32", "zipf"),
+    (8192, 16, 64, 70, "float32", "uniform"),
+    (512, 4, 128, 10, "float32", "uniform"),
+    (2048, 64, 64, 1, "bfloat16", "zipf"),
+    (512, 64, 128, 70, "bfloat16", "zipf"),
+    (512, 4, 64, 1, "float32", "uniform"),
+    (8192, 64, 128, 1, "float32", "uniform"),
+)
+"""One of each kind, before others follow in a seeded order."""
 TABLE_BYTES = 4 << 30
 MOST_VALUES = 160 << 20  # of a rank: indices of 8 bytes
-HOST_BYTES = 96 << 20  # shapes that send more per rank are left out over the host link
+HOST_BYTES = 48 << 20  # shapes that send more per rank are left out over the host link
 ZIPF = 1.05
 SERIAL, FUSED, HOST = "serial:peer", "fused:peer", "signaled:dma"
 
@@ -65,28 +85,30 @@ class Case:
 
 
 def cases(full: bool, ranks: int) -> list[Case]:
+    first = [Case(*one) for one in FIRST]
     every = [Case(*one) for one in itertools.product(*GRID.values())]
-    every = [one for one in every if one.batch * ranks * one.tables * one.pooling <= MOST_VALUES]
+    every = [one for one in every if one.batch * ranks * one.tables * one.pooling <= MOST_VALUES and one not in first]
     random.Random(6).shuffle(every)
-    if full:
-        return every
-    each = SUBSET // len(GRID["pooling"])  # as many of each pooling factor
-    chosen = [[one for one in every if one.pooling == pooling][:each] for pooling in GRID["pooling"]]
-    return [one for several in zip(*chosen, strict=True) for one in several]
+    return first + every if full else first
 
 
 # -- exactness ---------------------------------------------------------------------------------------------------------
 
 
+PROBLEMS = (
+    (torch.float32, torch.int64, (128,)),
+    (torch.bfloat16, torch.int32, (64, 128)),
+    (torch.float16, torch.int64, (3, 5)),
+    (torch.float32, torch.int32, (600, 20)),
+)
+
+
 def jagged(group: ut.Group, seed: int) -> dict[str, Any]:
     """The arguments of all ranks for a small random problem: the same on every rank."""
     pick = random.Random(seed)
-    dtype = pick.choice([torch.float32, torch.bfloat16, torch.float16])
-    index = pick.choice([torch.int32, torch.int64])
-    dims = pick.choice([(128,), (64, 128), (16, 8, 256), (3, 5), (600, 20)])
-    batches = [pick.choice([0, 1, 7, 33, 70]) for _ in range(group.size)]
-    if not sum(batches):
-        batches[0] = 5
+    dtype, index, dims = PROBLEMS[seed % len(PROBLEMS)]
+    batches = [pick.choice([0, 1, 7, 33, 60]) for _ in range(group.size)]
+    batches[0] = 5
     samples, generator = sum(batches), torch.Generator().manual_seed(seed)
     tables, values, offsets, weights = [], [], [], []
     for rank in range(group.size):
@@ -95,7 +117,7 @@ def jagged(group: ut.Group, seed: int) -> dict[str, Any]:
             torch.randint(-2, 3, (pick.choice([1, 9, 300]), pick.choice(dims)), generator=generator).to(dtype)
             for _ in range(count)
         ]
-        lengths = torch.randint(0, pick.choice([2, 5, 20]), (count * samples,), generator=generator)
+        lengths = torch.randint(0, 12, (count * samples,), generator=generator)
         offsets.append(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(index))
         parts = [
             torch.randint(0, len(one), (int(lengths[k * samples : (k + 1) * samples].sum()),), generator=generator)
@@ -122,7 +144,7 @@ def exact(group: ut.Group, seeds: range) -> int:
         weights = None if given["weights"] is None else given["weights"][group.rank].to(device)
         tables = [one.to(device) for one in given["tables"][group.rank]]
         kept = []
-        for strategy in strategies if seed % 3 == 0 else (SERIAL, FUSED, HOST):
+        for strategy in strategies if seed == 0 else (SERIAL, FUSED, HOST):
             for _ in range(2):
                 y = ut.embedding_all_to_all(
                     tables, mine["values"], mine["offsets"], weights=weights, batches=given["batches"],
@@ -165,6 +187,11 @@ def by_rows(group: ut.Group) -> int:
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
+
+
+SHORT = ((1, 1, 48), (2, 1, 64), (2, 1, 80), (4, 1, 128), (2, 2, 96))
+LONG = ((1, 8, 80), (1, 8, 128), (1, 4, 64), (2, 4, 128), (1, 16, 128))
+"""Vectors of 16 bytes in a thread, rows ahead, registers."""
 
 
 class Bench:
@@ -250,7 +277,52 @@ class Bench:
         self.filled = ""
         return {"copy": 8 * half / found["copy"], "read": 4 * half / found["read"]}
 
-    def case(self, case: Case) -> dict[str, Any]:
+    def choose_shapes(self, stream: float, said: Callable[[str], None]) -> dict[str, Any]:
+        """The fastest shape for short and long bags of each dtype, on one problem; used from here on."""
+        chosen: dict[tuple[int, bool], tuple[int, int, int]] = {}
+        told: dict[str, Any] = {}
+
+        def shape_of(plan: Any, size: int, now: tuple[int, int, int] | None = None) -> Shape:
+            vectors, ahead, registers = now or chosen[size, plan.group_bands >= 4]
+            columns = plan.tile[1]
+            return Shape(max(1, vectors * 128 * 16 // size // columns), columns, ahead, registers)
+
+        for dtype, pooling in itertools.product(("float32", "bfloat16"), (1, 10)):
+            case = Case(2048, 16, 128, pooling, dtype, "uniform")
+            bags, layout, _ = self.bags(case)
+            size = bags.tables[0].element_size()
+            local = bags.tables[0].new_empty(bags.samples, bags.width)
+
+            def called(now: tuple[int, int, int], bags: Any = bags, layout: Any = layout, local: Any = local) -> None:
+                embedding_cuda.kernel_shape = partial(shape_of, now=now)
+                operator.pool_all(self.fabric, bags, layout, (bags.samples,), local)
+
+            choices = SHORT if pooling == 1 else LONG
+            for one in choices[self.group.rank :: self.group.size]:  # each rank compiles some, all find them
+                called(one)
+            torch.cuda.synchronize()
+            self.group.barrier()
+            median = self.interleaved({str(one): partial(called, one) for one in choices}, 4)
+            order = sorted(choices, key=lambda one: median[str(one)])
+            chosen[size, pooling > 1] = order[0]
+            moved = bags.values.numel() * (case.dim * size + 8) + local.nbytes
+            told[str(case)] = {str(one): moved / median[str(one)] / stream for one in order}
+            said(f"{case}: " + ", ".join(f"{one} {share:.2f}" for one, share in told[str(case)].items()))
+        embedding_cuda.kernel_shape = shape_of
+        return told
+
+    def load(self, every: list[Case]) -> None:
+        """Compile what the cases need: each rank some of it, and all find it."""
+        kinds = {(one.dtype, one.dim, min(one.pooling, 10)): one for one in every}
+        small = [Case(64, 1, dim, pooling, dtype, "uniform") for dtype, dim, pooling in sorted(kinds)]
+        for one in small[self.group.rank :: self.group.size]:
+            bags, layout, _ = self.bags(one)
+            local = bags.tables[0].new_empty(bags.samples, bags.width)
+            operator.pool_all(self.fabric, bags, layout, (bags.samples,), local)
+        torch.cuda.synchronize()
+        self.group.barrier()
+
+    def case(self, case: Case, host: bool) -> dict[str, Any]:
         group, fabric = self.group, self.fabric
         bags, layout, batches = self.bags(case)
         problem = operator.problem_of(bags, layout, batches, group)
@@ -280,11 +352,6 @@ class Bench:
             "move": called(SERIAL, compute=False),
             "fused": called(FUSED),
         }
-        if sent <= HOST_BYTES:
-            variants |= {
-                "host serial": called("serial:dma"), "host move": called("serial:dma", compute=False),
-                "host signaled": called(HOST), "host chunked": called("chunked:dma"),
-            }  # fmt: skip
         first, second = variants["serial"]().clone(), variants["fused"]().clone()  # type: ignore[attr-defined]
         torch.cuda.synchronize()
         raw = torch.int32 if size == 4 else torch.int16
@@ -294,6 +361,12 @@ class Bench:
         moved = bags.values.numel() * (case.dim * size + 8) + local.nbytes
         calls = max(1, min(40, int(3e-3 * 1e12 / moved)))
         median = self.interleaved(variants, calls)
+        if host and sent <= HOST_BYTES:
+            calls = max(1, min(8, int(10e-3 * 12e9 / max(1, sent))))
+            median |= self.interleaved({
+                "host serial": called("serial:dma"), "host move": called("serial:dma", compute=False),
+                "host signaled": called(HOST), "host chunked": called("chunked:dma"),
+            }, calls)  # fmt: skip
         return {"case": vars(case), "median": median, "bytes": moved, "sent": sent, "row": case.dim * size}
 
 
@@ -338,63 +411,31 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
     bench = Bench(options["rounds"])
     group = bench.group
     said = (lambda text: print(text, flush=True)) if group.rank == 0 else (lambda text: None)
+
+    def passed() -> float:
+        return group.reduce_max([time.monotonic() - began])[0]
+
     checked = exact(group, range(options["seeds"]))
-    said(f"exact: {checked} results of seeded jagged problems, {time.monotonic() - began:.1f} s")
+    said(f"exact: {checked} results of seeded jagged problems, {passed():.1f} s")
     stream = bench.stream_bandwidth()
     said(f"stream of a rank, all at once: copy {stream['copy'] / 1e9:.0f} GB/s, read {stream['read'] / 1e9:.0f} GB/s")
-    found: list[dict[str, Any]] = []
-    if options["sweep"]:
-        sweep(bench, stream["read"], said)
-        return {"stream": stream, "cases": found}
-    for case in cases(options["full"], group.size):
-        if group.reduce_max([time.monotonic() - began])[0] > options["seconds"]:
+    found: dict[str, Any] = {"stream": stream, "cases": [], "shapes": bench.choose_shapes(stream["read"], said)}
+    said(f"shapes chosen, {passed():.1f} s")
+    every = cases(options["full"], group.size)
+    bench.load(every)
+    said(f"kernels compiled, {passed():.1f} s")
+    for number, case in enumerate(every):
+        if passed() > options["seconds"]:
             said("the rest is left out: time is over")
             break
-        found.append(bench.case(case))
-        said(line(found[-1], stream["read"]))
+        found["cases"].append(bench.case(case, host=number % 3 == 0 or number == 1))
+        said(line(found["cases"][-1], stream["read"]))
         torch.cuda.empty_cache()
-    return {"stream": stream, "cases": found}
-
-
-def sweep(bench: Bench, stream: float, said: Callable[[str], None]) -> None:
-    """The lookup alone under several shapes: vectors in a thread, rows ahead, registers."""
-    shapes = [
-        (1, 8, 80),
-        (1, 8, 128),
-        (1, 4, 64),
-        (1, 4, 80),
-        (2, 1, 64),
-        (2, 1, 96),
-        (2, 2, 80),
-        (2, 4, 128),
-        (4, 1, 128),
-    ]
-    chosen = embedding_cuda.kernel_shape
-    for dtype, pooling, dim in itertools.product(("float32", "bfloat16"), (1, 10, 70), (64, 128, 256)):
-        if dim != 128 and pooling == 10:
-            continue
-        case = Case(2048, 16, dim, pooling, dtype, "uniform")
-        bags, layout, _ = bench.bags(case)
-        size = bags.tables[0].element_size()
-        local = bags.tables[0].new_empty(bags.samples, bags.width)
-
-        def called(shape: Shape, bags: Bags = bags, layout: Layout = layout, local: torch.Tensor = local) -> None:
-            embedding_cuda.kernel_shape = lambda plan, size: shape
-            operator.pool_all(bench.fabric, bags, layout, (bags.samples,), local)
-            embedding_cuda.kernel_shape = chosen
-
-        variants: dict[str, Callable[[], object]] = {}
-        for vectors, ahead, registers in shapes:
-            shape = Shape(max(1, vectors * 128 * 16 // size // dim), dim, ahead, registers)
-            variants[f"{vectors}v {ahead}r {registers}"] = partial(called, shape)
-        for variant in variants.values():  # one rank compiles, the others find it compiled
-            if bench.group.rank == 0:
-                variant()
-            bench.group.barrier()
-        moved = bags.values.numel() * (dim * size + 8) + local.nbytes
-        median = bench.interleaved(variants, 2)
-        order = sorted(median, key=lambda name: median[name])
-        said(f"{case}: " + ", ".join(f"{one} {moved / median[one] / stream:.2f}" for one in order))
+        if group.rank == 0:  # as they come: a run that is cut leaves what it has
+            Path(options["out"]).write_text(json.dumps(found, indent=1) + "\n")
+            if number in (5, 9, 13):
+                said(summary(found))
+    return found
 
 
 def mean(values: list[float]) -> float:
@@ -427,14 +468,14 @@ def summary(found: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--full", action="store_true", help="all shapes, not a seeded subset")
-    parser.add_argument("--sweep", action="store_true", help="shapes of the lookup kernel only")
-    parser.add_argument("--seconds", type=float, default=100, help="no new shape after so many")
+    parser.add_argument("--full", action="store_true", help="all shapes, not only the first ones")
+    parser.add_argument("--seconds", type=float, default=55, help="no new shape after so many")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=9, help="small problems for exactness")
+    parser.add_argument("--seeds", type=int, default=4, help="small problems for exactness")
     parser.add_argument("--out", type=Path, default=Path("gpu-embedding.json"))
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("full", "sweep", "seconds", "rounds", "seeds")}
+    given = {name: getattr(options, name) for name in ("full", "seconds", "rounds", "seeds")}
+    given["out"] = str(options.out.absolute())
     found = ut.launch(rank_main, options.ranks, device="cuda", args=(given,), deadline=60)[0]
     facts = environment({"link": f"virtual node of {options.ranks}"})
     options.out.write_text(json.dumps({**found, "environment": facts}, indent=1, default=str) + "\n")

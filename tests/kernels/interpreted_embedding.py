@@ -64,13 +64,12 @@ def slice_list(parts: list[dict[str, int]], tables: int, block: int) -> torch.Te
     return torch.tensor(lines, dtype=torch.int64)
 
 
-def launch(tables, values, offsets, weights, slices, about, ctas: int, **constants) -> None:
-    kinds = {"BAGS": 4, "COLUMNS": 8, "UNROLL": 2, "ALIGNMENT": 1, "MEAN": False, "SIGNAL": False, "WHOLE": False,
-             "LOCAL": False}  # fmt: skip
+def launch(tables, values, offsets, weights, slices, about, ctas: int, origin: int = 0, **constants) -> None:
+    kinds = {"BAGS": 4, "COLUMNS": 8, "UNROLL": 2, "ALIGNMENT": 1, "MEAN": False, "WHOLE": False}
     kinds |= {"WEIGHTS": weights is not None} | constants
     embedding.pool_kernel[(ctas,)](
         tables[0], slices, about, values, offsets, values if weights is None else weights,
-        torch.zeros(64 * 32, dtype=torch.int32), len(slices), len(values), **kinds,
+        torch.zeros(64 * 32, dtype=torch.int32), len(slices), len(values), origin, **kinds,
     )  # fmt: skip
 
 
@@ -115,7 +114,8 @@ def test_destinations_from_a_base_on() -> None:
     tables, values, offsets, _ = tables_and_bags([8], 9, 6, torch.float32, torch.int64, seed=5)
     out = torch.full((9, 8), POISON)
     parts = [{"address": 4 * 8 * first, "stride": 8, "first": first, "bags": bags} for first, bags in ((4, 5), (0, 4))]
-    launch([out], values, offsets, None, slice_list(parts, 1, 4), table_list(tables, 9), 2, WHOLE=True, LOCAL=True)
+    about = table_list(tables, 9)
+    launch(tables, values, offsets, None, slice_list(parts, 1, 4), about, 2, origin=out.data_ptr(), WHOLE=True)
     assert torch.equal(out.double(), wanted(tables, values, offsets, None, 9, False))
 
 
@@ -143,8 +143,8 @@ def test_spread() -> None:
         for first, bags in ((4, 7), (0, 4))
     ]  # fmt: skip
     embedding.spread_kernel[(3,)](
-        source, slice_list(parts, 3, 4), about, torch.zeros(64, dtype=torch.int32), 2, BAGS=4, COLUMNS=8, ALIGNMENT=1,
-        SIGNAL=False,
+        source, slice_list(parts, 3, 4), about, torch.zeros(64, dtype=torch.int32), 2, source.data_ptr(), BAGS=4,
+        COLUMNS=8, ALIGNMENT=1,
     )  # fmt: skip
     want = torch.full((samples, 30), POISON)
     want[:, 20:28], want[:, 13:16], want[:, 0:12] = source[:, :8], source[:, 8:11], source[:, 11:]

@@ -90,7 +90,12 @@ class Node:
         )
         base = [one.data_ptr() for one in self.places]
         return embedding_cuda.Result(
-            exchange, base, self.distance, self.chosen[rank], self.layout, self.whole(rank)  # type: ignore[arg-type]
+            exchange,
+            base,
+            self.distance,
+            self.chosen[rank],
+            self.layout,
+            self.whole(rank),  # type: ignore[arg-type]
         )
 
     def whole(self, rank: int) -> torch.Tensor:
@@ -131,7 +136,7 @@ def test_fused(number: int) -> None:
         plan = completed(default_plan(problem, "fused", "peer"), node.layout.dims, 4, 2)
         result = node.result(rank)
         lookup = embedding_cuda.Lookup(node.fabric(rank), node.bags(rank), plan, node.layout.columns[rank])
-        lookup.pool(result.slices(slices(node.batches, plan, rank), rank), True)
+        lookup.pool(result.slices(slices(node.batches, plan, rank), rank))
         if lookup.fabric.kept:
             assert all(not one.any() for one in lookup.fabric.kept[id(embedding_cuda._TICKETS)].values())
     node.check(1)
@@ -148,8 +153,10 @@ def test_pooled_first_and_spread(grain: str) -> None:
         plan = completed(default_plan(problem, grain, "peer"), node.layout.dims, 4, 2)
         bags, result, fabric = node.bags(rank), node.result(rank), node.fabric(rank)
         buffer = torch.full((bags.samples, bags.width), POISON)
-        owned = []
-        product = embedding_cuda.CudaPooling(fabric, bags, node.batches, plan, buffer, lambda: owned.append(1))
+        owned: list[int] = []
+        product = embedding_cuda.CudaPooling(
+            fabric, bags, node.batches, plan, buffer, lambda owned=owned: owned.append(1)
+        )
         product.start()
         for parcel in range(len(plan.parcels)):
             product.reach(parcel)
@@ -158,7 +165,7 @@ def test_pooled_first_and_spread(grain: str) -> None:
         leaving = slices(node.batches, plan, rank)
         if grain == "signaled" and bags.tables:
             assert all(int(product._words[32 * number]) == 1 for number in range(len(leaving)))
-        lookup.spread(result.slices(leaving, rank, buffer), True, buffer)
+        lookup.spread(result.slices(leaving, rank, buffer), buffer)
     want = embedding_all_to_all.reference(node.tables, node.values, node.offsets, node.batches)
     for rank in range(node.size):
         assert torch.equal(node.whole(rank), want[rank])

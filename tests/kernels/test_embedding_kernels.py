@@ -29,19 +29,21 @@ def compiled(
     options = shape.options()
     warps = options.pop("num_warps")
     constants = {
-        **options, "ALIGNMENT": 16 // SIZES[dtype], "MEAN": False, "WEIGHTS": False, "SIGNAL": True, "WHOLE": True,
-        "LOCAL": False, **changes,
+        **options, "ALIGNMENT": 16 // SIZES[dtype], "MEAN": False, "WEIGHTS": False, "WHOLE": True,
+        **changes,
     }  # fmt: skip
     types = {
-        **dict.fromkeys(("slices", "tables", "values", "offsets"), "*i64"), "base": dtype, "weights": "*fp32",
+        **dict.fromkeys(("slices", "tables", "values", "offsets"), "*i64"), "like": dtype, "weights": "*fp32",
         "tickets": "*i32", "slice_count": "i32", "value_count": "i64",
+        "origin": "i64",
     }  # fmt: skip
     return compile_kernel(embedding.pool_kernel, types, constants, target, warps, maxnreg=shape.registers)
 
 
 def spread(dtype: str = "*fp32", target: str = "sm_90") -> CompiledKernel:
-    constants = {"BAGS": 16, "COLUMNS": 128, "ALIGNMENT": 16 // SIZES[dtype], "SIGNAL": True}
-    types = {"base": dtype, "slices": "*i64", "tables": "*i64", "tickets": "*i32", "slice_count": "i32"}
+    constants = {"BAGS": 16, "COLUMNS": 128, "ALIGNMENT": 16 // SIZES[dtype]}
+    types = {"like": dtype, "slices": "*i64", "tables": "*i64", "tickets": "*i32", "slice_count": "i32",
+             "origin": "i64"}  # fmt: skip
     return compile_kernel(embedding.spread_kernel, types, constants, target)
 
 
@@ -78,13 +80,6 @@ def test_the_signal_covers_the_slice(kernel: str, target: str) -> None:
         == 1
     ), [line for line in made.ptx.splitlines() if "atom" in line]
     assert made.ptx.count("st.release.sys.global.b32") == 1
-
-
-def test_no_signal_no_fence() -> None:
-    """The lookup that writes locally pays for none of it."""
-    made = compiled(SIGNAL=False, LOCAL=True)
-    assert "release" not in made.ptx
-    assert "atom" not in made.ptx
 
 
 @pytest.mark.parametrize("name", ["interpreted_embedding.py", "interpreted_embedding_ops.py"])

@@ -104,7 +104,9 @@ def stepped() -> bool:
     group = ut.init()
     tables = wholes()
     layer = loaded(
-        ShardedEmbeddingBag(TABLES, dtype=torch.float64, optimizer=RowOptimizer("sgd", lr=0.25), divide_gradients=False),
+        ShardedEmbeddingBag(
+            TABLES, dtype=torch.float64, optimizer=RowOptimizer("sgd", lr=0.25), divide_gradients=False
+        ),
         tables,
     )  # fmt: skip
     layer(**features(group.rank, 5)).sum().backward()

@@ -147,7 +147,7 @@ def run(seed: int, count: int) -> int:
     return shards
 
 
-# -- gradients -----------------------------------------------------------------------------------------------------------
+# -- gradients ---------------------------------------------------------------------------------------------------------
 
 
 def wanted_gradients(case: Case) -> tuple[list[torch.Tensor], list[list[list[float]]]]:

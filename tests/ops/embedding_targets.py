@@ -99,7 +99,7 @@ def adagrad() -> bool:
     return all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(tables, plain, strict=True))
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------------
+# -- bad input ---------------------------------------------------------------------------------------------------------
 
 SAID = {
     "index": ("values[3] is 99", "table", "tables[0]", "between 0 and 10"),

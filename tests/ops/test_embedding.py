@@ -20,7 +20,7 @@ def test_random_jagged_problems_are_exact(ranks: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ranks", (1, *RANKS, 8))
+@pytest.mark.parametrize("ranks", [1, *RANKS, 8])
 def test_many_random_jagged_problems_are_exact(ranks: int) -> None:
     ut.launch(suite.run, ranks, device="cpu", args=(SEED * ranks + 1, 800))
 
@@ -31,7 +31,7 @@ def test_gradients_are_exact(ranks: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("ranks", (1, *RANKS))
+@pytest.mark.parametrize("ranks", [1, *RANKS])
 def test_many_gradients_are_exact(ranks: int) -> None:
     ut.launch(suite.gradients, ranks, device="cpu", args=(SEED * ranks, 200))
 

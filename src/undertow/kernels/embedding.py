@@ -7,12 +7,12 @@ One persistent grid for all tables and all *slices*. A slice is a run of bags of
 place, which may be a peer's memory, whatever table they come from. CTAs take *items* (a block of bags of one table) in
 fixed turns, slice after slice in the order of the list: remote ones first, says the plan. Both lists are the caller's:
 
-    slices   destination, stride   address of the first row's first element, or bytes from `base` on, and elements
+    slices   destination, stride   address of the first row's first element, counted from `origin`, and elements
                                    between two rows
              first, bags           which bags, counted within a table
              signal                address of the int32 word that says "complete", or 0 for nobody
              begin, items          how many items come before this slice, and how many it has
-             source, source_stride where rows come from (`spread_kernel`), in bytes from `base` on
+             source, source_stride where rows come from (`spread_kernel`), counted from `origin`
              choice, distance      address of the int32 word by which the destination says which of its places is free
                                    (1 for the first), and elements between two places; 0 where there is one place only
     tables   pointer, rows, dim, stride      the rows held here
@@ -51,15 +51,12 @@ def _complete(ticket, participants, signal):
 
 
 @triton.jit
-def _destination(entry, base, ALIGNMENT: tl.constexpr, LOCAL: tl.constexpr):
-    """Where a slice's first row goes: LOCAL ones to `base`, memory that may lie elsewhere in the next call.
+def _destination(entry, origin, element: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Where a slice's first row goes.
 
     The word of choice was acquired by the stream's wait before this launch and changes only after it: a plain load.
     """
-    element: tl.constexpr = base.dtype.element_ty
-    address, choice = tl.load(entry), tl.load(entry + 9)
-    if LOCAL:
-        address += base.to(tl.int64)
+    address, choice = tl.load(entry) + origin, tl.load(entry + 9)
     if choice != 0:
         place = tl.load(choice.to(tl.pointer_type(tl.int32)), volatile=True).to(tl.int64) - 1
         address += place * tl.load(entry + 10) * (element.primitive_bitwidth // 8)
@@ -110,24 +107,26 @@ def _pooled(
     return total
 
 
-_POOL = ["base", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count"]
+_POOL = ["like", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count", "origin"]
 
 
 @triton.jit(do_not_specialize=_POOL)
 def pool_kernel(
-    base, slices, tables, values, offsets, weights, tickets, slice_count: tl.int32, value_count: tl.int64,
+    like, slices, tables, values, offsets, weights, tickets, slice_count: tl.int32, value_count: tl.int64,
+    origin: tl.int64,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ALIGNMENT: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTS: tl.constexpr, SIGNAL: tl.constexpr, WHOLE: tl.constexpr, LOCAL: tl.constexpr,
+    WEIGHTS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """`base` has the dtype of rows and results. ALIGNMENT: elements that every address is a multiple of.
+    """`like` only tells the dtype of rows and results. ALIGNMENT: elements that every address is a multiple of.
 
-    WHOLE: every table has exactly COLUMNS columns, so nothing is masked across. LOCAL: destinations count from `base`.
+    WHOLE: every table has exactly COLUMNS columns, so nothing is masked across. `origin`: 0 where destinations are
+    peers'; or the address of a buffer, which may be another one in the next call.
     """
-    element: tl.constexpr = base.dtype.element_ty
+    element: tl.constexpr = like.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
     for number in range(slice_count):
         entry = slices + number * _SLICE
-        destination = _destination(entry, base, ALIGNMENT, LOCAL)
+        destination = _destination(entry, origin, element, ALIGNMENT)
         destination_stride, first, bags = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
         begin, items = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
         blocks = tl.cdiv(bags, BAGS)
@@ -162,29 +161,28 @@ def pool_kernel(
                     total /= tl.maximum(length, 1).to(tl.float32)
                 to = destination + (bag.to(tl.int64) * destination_stride + (column + across))
                 tl.store(to, total.to(element), mask=present & mask)
-        if SIGNAL:
-            signal = tl.load(entry + 4)
-            if (signal != 0) & (mine < items):
-                _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal)
+        signal = tl.load(entry + 4)
+        if (signal != 0) & (mine < items):
+            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal)
 
 
-@triton.jit(do_not_specialize=["base", "slices", "tables", "tickets", "slice_count"])
+@triton.jit(do_not_specialize=["like", "slices", "tables", "tickets", "slice_count", "origin"])
 def spread_kernel(
-    base, slices, tables, tickets, slice_count: tl.int32,
-    BAGS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr, SIGNAL: tl.constexpr,
+    like, slices, tables, tickets, slice_count: tl.int32, origin: tl.int64,
+    BAGS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Rows that were pooled before, from `source` to `destination`, table by table: the All-to-All without lookup.
 
     The same slices, turns, tickets and signals as `pool_kernel`.
     """
-    element: tl.constexpr = base.dtype.element_ty
+    element: tl.constexpr = like.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
     for number in range(slice_count):
         entry = slices + number * _SLICE
-        destination = _destination(entry, base, ALIGNMENT, False)
+        destination = _destination(entry, 0, element, ALIGNMENT)
         destination_stride, bags = tl.load(entry + 1), tl.load(entry + 3).to(tl.int32)
         begin, items = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
-        source, source_stride = tl.load(entry + 7) + base.to(tl.int64), tl.load(entry + 8)
+        source, source_stride = tl.load(entry + 7) + origin, tl.load(entry + 8)
         source = tl.multiple_of(source.to(tl.pointer_type(element)), ALIGNMENT * (element.primitive_bitwidth // 8))
         source_stride = tl.multiple_of(source_stride, ALIGNMENT)
         destination_stride = tl.multiple_of(destination_stride, ALIGNMENT)
@@ -202,7 +200,6 @@ def spread_kernel(
                 by = source + (bag.to(tl.int64) * source_stride + (source_column + across))
                 to = destination + (bag.to(tl.int64) * destination_stride + (column + across))
                 tl.store(to, tl.load(by, mask=mask, other=0.0), mask=mask)
-        if SIGNAL:
-            signal = tl.load(entry + 4)
-            if (signal != 0) & (mine < items):
-                _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal)
+        signal = tl.load(entry + 4)
+        if (signal != 0) & (mine < items):
+            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal)

@@ -11,7 +11,7 @@ A checkpoint is that of the ordinary module: `load_state_dict` takes whole table
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ class ShardedEmbeddingBag(torch.nn.Module):
             torch.nn.Parameter(self._first(piece, dtype, on.device), requires_grad=optimizer is None)
             for piece in held[on.rank]
         )
-        self.register_load_state_dict_pre_hook(self._cut_tables)
+        self.register_load_state_dict_pre_hook(self._cut_tables)  # type: ignore[no-untyped-call]
 
     def _check(self) -> None:
         found = [(rows, dim) for rows, dim in zip(self.layout.rows, self.layout.dims, strict=True)]
@@ -129,7 +129,7 @@ class ShardedEmbeddingBag(torch.nn.Module):
         parts = torch.split(y, list(self.layout.dims), 1)
         return {table.name: part for table, part in zip(self.tables, parts, strict=True)}
 
-    # -- checkpoints -----------------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def whole_tables(self) -> dict[str, torch.Tensor]:
         """Every table on every rank, put together from its pieces. Collective."""

@@ -53,12 +53,12 @@ _EXCHANGE, _TICKETS, _LOADED = object(), object(), object()  # names of what is 
 class Slice(NamedTuple):
     """A row of the kernels' list of slices, but for what the launch adds."""
 
-    address: int  # or bytes from the launch's `base` on
+    address: int  # counted from the launch's buffer, if it has one
     stride: int
     first: int
     bags: int
     signal: int = 0
-    source: int = 0  # bytes from the launch's `base` on
+    source: int = 0  # counted from the launch's buffer
     source_stride: int = 0
     choice: int = 0
     distance: int = 0
@@ -84,22 +84,20 @@ class Lookup:
     def shape(self) -> Shape:
         return kernel_shape(self.plan, self.bags.tables[0].element_size())
 
-    def pool(
-        self, found: Sequence[Slice], signal: bool, base: torch.Tensor | None = None, only_load: bool = False
-    ) -> None:
-        """Pool all slices in one launch of the plan's SMs; those of a `base` go there."""
+    def pool(self, found: Sequence[Slice], buffer: torch.Tensor | None = None, only_load: bool = False) -> None:
+        """Pool all slices in one launch of the plan's SMs, into `buffer` or where their addresses lead."""
         from ..kernels import embedding
 
         bags = self.bags
         if not found or not bags.tables:
             return
-        like, shape = bags.tables[0] if base is None else base, self.shape
+        like, shape = bags.tables[0], self.shape
         if like.dtype == torch.float64:
             raise InvalidArgument(argument="tables[0]", was="of torch.float64", must="of 32 or 16 bits on a GPU")
         weights = bags.weights if bags.weights is not None else bags.values
         constants: dict[str, Any] = {
-            **shape.options(), "ALIGNMENT": self._alignment(found, base), "MEAN": bags.pooling == "mean",
-            "WEIGHTS": bags.weights is not None, "SIGNAL": signal, "LOCAL": base is not None,
+            **shape.options(), "ALIGNMENT": self._alignment(found, buffer), "MEAN": bags.pooling == "mean",
+            "WEIGHTS": bags.weights is not None,
             "WHOLE": all(one.dim == shape.columns for one in bags.pieces), "maxnreg": shape.registers,
         }  # fmt: skip
         table, items = self._slices(found, shape.bags)
@@ -113,38 +111,38 @@ class Lookup:
         else:
             grid, count = (1,), 0
         kernel: Any = embedding.pool_kernel
-        kernel[grid](*arguments, count, bags.values.numel(), **constants)
+        origin = 0 if buffer is None else buffer.data_ptr()
+        kernel[grid](*arguments, count, bags.values.numel(), origin, **constants)
 
     def spread(
         self,
         found: Sequence[Slice],
-        signal: bool,
-        base: torch.Tensor,
+        buffer: torch.Tensor,
         ctas: int | None = None,
         only_load: bool = False,
     ) -> None:
-        """Copy pooled rows of `base` to their places in one launch; `source` of each slice says from where."""
+        """Copy pooled rows of `buffer` to their places in one launch; `source` of each slice says from where."""
         from ..kernels import embedding
 
         if not found or not self.bags.tables:
             return
         columns = self.shape.columns
-        block = 4 * max(1, _THREADS * 16 // (columns * base.element_size()))
+        block = 4 * max(1, _THREADS * 16 // (columns * buffer.element_size()))
         constants = {
-            "BAGS": block, "COLUMNS": columns, "ALIGNMENT": self._alignment(found, base), "SIGNAL": signal,
+            "BAGS": block, "COLUMNS": columns, "ALIGNMENT": self._alignment(found, buffer),
             "num_warps": _THREADS // 32,
         }  # fmt: skip
         table, items = self._slices(found, block)
-        arguments = (base, table, self._tables(), _tickets(self.fabric, len(found)))
+        arguments = (buffer, table, self._tables(), _tickets(self.fabric, len(found)))
         ctas = ctas or _SPREAD_CTAS * self.fabric.multiprocessors
         if not only_load:
             grid, count = (max(1, min(items, ctas)),), len(found)
-        elif self._is_loaded("spread", (base,), constants):
+        elif self._is_loaded("spread", (buffer,), constants):
             return
         else:
             grid, count = (1,), 0
         kernel: Any = embedding.spread_kernel
-        kernel[grid](*arguments, count, **constants)
+        kernel[grid](*arguments, count, buffer.data_ptr(), **constants)
 
     def _is_loaded(self, kernel: str, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> bool:
         """Whether this variant was launched before; a captured call's was, before the capture."""
@@ -183,7 +181,7 @@ class Lookup:
         )  # fmt: skip
         return device_table(self.fabric, ("tables", lines), lambda: np.array(lines, np.int64))
 
-    def _alignment(self, found: Sequence[Slice], base: torch.Tensor | None) -> int:
+    def _alignment(self, found: Sequence[Slice], buffer: torch.Tensor | None) -> int:
         """Elements that all addresses are multiples of: those of 16 bytes, or one."""
         size = self.bags.tables[0].element_size()
         bytes_of = [
@@ -191,7 +189,7 @@ class Lookup:
             *(one.dim * size for one in self.bags.pieces), *(one * size for one in self.columns),
             *(one.address for one in found), *(one.stride * size for one in found),
             *(one.source for one in found), *(one.source_stride * size for one in found),
-            *(one.distance * size for one in found), 0 if base is None else base.data_ptr(),
+            *(one.distance * size for one in found), 0 if buffer is None else buffer.data_ptr(),
         ]  # fmt: skip
         return 16 // size if all(one % 16 == 0 for one in bytes_of) else 1
 
@@ -270,7 +268,7 @@ class CudaPooling(Product):
             for number, one in enumerate(self._leaving) if parcel is None or one.parcel == parcel
         ]  # fmt: skip
         with timeline.event("lookup", engine="compute", bags=sum(one.bags for one in found)):
-            self._lookup.pool(found, signal, self._buffer, only_load)
+            self._lookup.pool(found, self._buffer, only_load)
 
 
 # -- results that peers write into -------------------------------------------------------------------------------------
@@ -332,16 +330,15 @@ class Exchange:
         steps = [Step(False, one, self._rank, place + 1) for one in range(self._size)]
         self._words.perform(steps + [Step(True, self._rank, one, 1, one) for one in range(self._size)])
 
-    def sent(self) -> None:
-        """In the order of the current stream: the kernels that read the choices are done."""
-        self._words.perform([Step(False, self._rank, one, 0) for one in range(self._size)])
+    def arrived(self, sources: Sequence[int], parcels: Sequence[int], sent: bool = False) -> None:
+        """Wait for these parcels of these sources, and clear their words.
 
-    def arrived(self, sources: Sequence[int], parcels: Sequence[int]) -> None:
-        """Wait for these parcels of these sources, and clear their words."""
+        `sent`: in the order of the current stream, the kernels that read the choices are done. These are cleared first.
+        """
         words = [self.full(source, parcel) for source in sources for parcel in parcels]
-        steps = [Step(True, self._rank, word, 1) for word in words] + [
-            Step(False, self._rank, word, 0) for word in words
-        ]
+        steps = [Step(False, self._rank, one, 0) for one in range(self._size if sent else 0)]
+        steps += [Step(True, self._rank, word, 1) for word in words]
+        steps += [Step(False, self._rank, word, 0) for word in words]
         if steps:
             self._words.perform(steps)
 
@@ -396,12 +393,11 @@ def run_over_peers(
     exchange = result.exchange
     if plan.grain == "fused":
         found = result.slices(leaving, rank)
-        lookup.pool(found, True, only_load=True)
+        lookup.pool(found, only_load=True)
         exchange.begin(result.place)
         with timeline.event("lookup and send", engine="compute", bags=sum(one.bags for one in leaving)):
-            lookup.pool(found, True)
-        exchange.sent()
-        exchange.arrived(sources, here)
+            lookup.pool(found)
+        exchange.arrived(sources, here, sent=True)
         return
     like = result.whole
     buffer = torch.empty(bags.samples, bags.width, dtype=like.dtype, device=like.device)
@@ -414,20 +410,20 @@ def run_over_peers(
     mine = result.slices([one for one in leaving if one.destination == rank], rank, buffer)
     product: Product = NoProduct()
     if compute:
-        product = CudaPooling(fabric, bags, batches, plan, buffer, lambda: lookup.spread(mine, False, buffer))
+        product = CudaPooling(fabric, bags, batches, plan, buffer, lambda: lookup.spread(mine, buffer))
         product.load()
-        lookup.spread(mine, False, buffer, only_load=True)
+        lookup.spread(mine, buffer, only_load=True)
     ctas = plan.share.communication_ctas
     for found in parcels:
-        lookup.spread(found, True, buffer, ctas, only_load=True)
+        lookup.spread(found, buffer, ctas, only_load=True)
 
     def carry(parcel: int) -> None:
         with timeline.event("spread", engine=lane.name, slices=len(parcels[parcel])):
-            lookup.spread(parcels[parcel], True, buffer, ctas)
+            lookup.spread(parcels[parcel], buffer, ctas)
 
     def collect(parcel: int) -> None:
         exchange.arrived(sources if parcel in here else (), [parcel])
 
     exchange.begin(result.place)
     overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels))
-    exchange.sent()
+    exchange.arrived((), (), sent=True)

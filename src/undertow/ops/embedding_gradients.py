@@ -40,7 +40,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class RowOptimizer:
-    """Steps that the backward pass takes itself, in place. One object for the tables of one rank, kept between calls."""
+    """Steps that the backward pass takes itself, in place. One object for a rank's tables, kept between calls."""
 
     kind: str = "sgd"
     lr: float = 0.01

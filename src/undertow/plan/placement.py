@@ -78,9 +78,7 @@ def _lookups(table: Table) -> float:
     return (table.length + 1) * table.dim
 
 
-def _cut(
-    number: int, table: Table, ranks: int, item_size: int, fair_bytes: float, fair_lookups: float
-) -> list[_Part]:
+def _cut(number: int, table: Table, ranks: int, item_size: int, fair_bytes: float, fair_lookups: float) -> list[_Part]:
     nbytes, lookups = table.rows * table.dim * item_size, _lookups(table)
     by_bytes, by_lookups = nbytes / fair_bytes, lookups / fair_lookups
     if by_lookups > 1 and by_lookups >= by_bytes and table.dim >= 2 * _NARROWEST:

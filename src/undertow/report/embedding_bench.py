@@ -18,9 +18,10 @@ from ..fabric.launch import launch
 from ..fabric.registry import init
 from ..fabric.timer import Comparison
 from ..ops.bags import Bags
-from ..ops.embedding_all_to_all import GRAINS, pool_all, problem_of, run
+from ..ops.embedding_all_to_all import pool_all, problem_of, run
 from ..plan.bags import Layout, Piece
 from ..plan.defaults import default_plan
+from ..plan.plan import GRAINS
 from .demo import Route, describe, find_routes, set_pace
 from .tables import StrategyResult, strategy_results, strategy_table
 
@@ -139,11 +140,8 @@ def _grains(group: Group, route: Route) -> tuple[str, ...]:
 
 def _embedding_bag(bags: Bags, shape: Shape) -> torch.Tensor:
     """torch's own lookup of this rank's tables for all samples."""
-    parts = bags.values.view(shape.tables, bags.samples, shape.pooling)
-    return torch.cat(
-        [torch.nn.functional.embedding_bag(one, table, mode="sum") for one, table in zip(parts, bags.tables, strict=True)],
-        1,
-    )  # fmt: skip
+    parts = zip(bags.values.view(shape.tables, bags.samples, shape.pooling), bags.tables, strict=True)
+    return torch.cat([torch.nn.functional.embedding_bag(one, table, mode="sum") for one, table in parts], 1)
 
 
 def _moved(route: Route) -> str:
