@@ -394,14 +394,14 @@ def line(one: dict[str, Any], stream: float) -> str:
     text = (
         f"{Case(**one['case'])} | lookup {m['lookup'] * 1e3:7.3f} ms {n['lookup/stream']:4.2f} of stream,"
         f" torch {n['torch/lookup']:5.2f}x | serial {m['serial'] * 1e3:7.3f} move {m['move'] * 1e3:6.3f}"
-        f" fused {m['fused'] * 1e3:7.3f} = {n['fused/lookup']:4.2f} lookup, -{n['reduction']:4.0%}"
+        f" fused {m['fused'] * 1e3:7.3f} = {n['fused/lookup']:4.2f} lookup, {-n['reduction']:+5.0%}"
         f" hidden {n['hidden']:4.0%} | GB/s {n['lookup GB/s']:5.0f} alone {n['fused GB/s']:5.0f} fused"
     )
     if "host serial" in m:
         text += (
             f" | host serial {m['host serial'] * 1e3:6.2f} move {m['host move'] * 1e3:6.2f} signaled"
-            f" {m['host signaled'] * 1e3:6.2f} chunked {m['host chunked'] * 1e3:6.2f} -{n['host reduction']:4.0%}"
-            f" ideal -{n['host ideal']:4.0%}"
+            f" {m['host signaled'] * 1e3:6.2f} chunked {m['host chunked'] * 1e3:6.2f} {-n['host reduction']:+5.0%}"
+            f" ideal {-n['host ideal']:+5.0%}"
         )
     return text
 
