@@ -415,6 +415,12 @@ def _run_over_lane(
 ) -> None:
     """Pool into a buffer; slices leave over a lane, and what arrives is put beside each other."""
     rank, width = fabric.group.rank, bags.width
+    if plan.grain == "fused" and lane.name == "net":  # the lane's own sends wait for their receiver
+        from . import embedding_proxy
+
+        landing = _Landing(layout, whole, rank)
+        embedding_proxy.run(fabric, lane.name, bags, layout, batches, plan, landing.unpack, whole)
+        return
     ranges, first_own = chunks(batches, plan), sum(batches[:rank])
     buffer = whole.new_empty(bags.samples, width)
     flat = buffer.view(-1)
