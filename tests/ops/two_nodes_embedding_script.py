@@ -2,8 +2,9 @@
 
     python -m torch.distributed.run ... two_nodes_embedding_script.py <folder> <mode>
 
-All four ranks check random problems over the network, the fused ones through the proxy's ring. Then they measure one
-whose lookup takes about as long as its rows are under way. What is found is written to `<folder>/<rank>.json`.
+All four ranks check random problems over the network, the fused ones through the proxy's ring. Then all of them, and
+then one rank of each host while the other one idles, measure a problem whose lookup takes about as long as its rows are
+under way. What is found is written to `<folder>/<rank>.json`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import undertow as ut
 from undertow.plan.plan import SLICES, Plan, split
@@ -25,8 +27,9 @@ from undertow.plan.plan import SLICES, Plan, split
 sys.path.insert(0, str(Path(__file__).parent))
 import embedding_suite as suite
 
-BATCH, TABLES, DIM, ROWS = 512, 8, 64, 5000
-PARCELS, ROUNDS = 8, 7
+BATCH, TABLES, DIM, ROWS = 2048, 8, 64, 5000
+PARCELS, ROUNDS = 4, 5
+PAIR = (0, 2)  # the first rank of each host
 
 
 def exact(group: ut.Group) -> int:
@@ -76,7 +79,10 @@ def measured(group: ut.Group) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     group = ut.init()
-    found: dict[str, Any] = {"nodes": group.nodes, "exact": exact(group)} | measured(group)
+    found: dict[str, Any] = {"nodes": group.nodes, "exact": exact(group), "four": measured(group)}
+    pair = dist.new_group(list(PAIR))
+    if group.rank in PAIR:
+        found["two"] = measured(ut.as_group(pair))
     (folder / f"{group.rank}.json").write_text(json.dumps(found))
     group.barrier()
 
