@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .fabric.registry import as_group, init, shutdown
     from .ops.all_gather_matmul import all_gather_matmul
     from .ops.all_to_all_matmul import all_to_all_matmul
+    from .ops.embedding_all_to_all import embedding_all_to_all, embedding_layout
     from .ops.explain import explain
     from .ops.matmul_all_reduce import matmul_all_reduce
     from .ops.matmul_all_to_all import matmul_all_to_all
@@ -35,6 +36,8 @@ __all__ = [
     "as_group",
     "c3",
     "concurrent",
+    "embedding_all_to_all",
+    "embedding_layout",
     "explain",
     "init",
     "launch",
@@ -57,6 +60,8 @@ _HOMES = {
     "all_to_all_matmul": ".ops.all_to_all_matmul",
     "as_group": ".fabric.registry",
     "concurrent": ".c3.concurrent",
+    "embedding_all_to_all": ".ops.embedding_all_to_all",
+    "embedding_layout": ".ops.embedding_all_to_all",
     "explain": ".ops.explain",
     "init": ".fabric.registry",
     "launch": ".fabric.launch",
