@@ -57,8 +57,8 @@ class Plan:
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
 
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
-    `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for few
-    rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange.
+    `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
+    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange.
 
     `program` names the collective program that moves the parcels, "" none. `deterministic`: sums are taken in rank
     order over lane `net`, too, where the backend would choose one; over the others they always are.
