@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import c3, nn
+    from .c3.concurrent import concurrent
     from .errors import UndertowError
     from .fabric.group import Group
     from .fabric.launch import launch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .fabric.registry import as_group, init, shutdown
     from .ops.all_gather_matmul import all_gather_matmul
     from .ops.all_to_all_matmul import all_to_all_matmul
+    from .ops.embedding_all_to_all import embedding_all_to_all, embedding_layout
     from .ops.explain import explain
     from .ops.matmul_all_reduce import matmul_all_reduce
     from .ops.matmul_all_to_all import matmul_all_to_all
@@ -32,6 +34,10 @@ __all__ = [
     "all_gather_matmul",
     "all_to_all_matmul",
     "as_group",
+    "c3",
+    "concurrent",
+    "embedding_all_to_all",
+    "embedding_layout",
     "explain",
     "init",
     "launch",
@@ -53,6 +59,9 @@ _HOMES = {
     "all_gather_matmul": ".ops.all_gather_matmul",
     "all_to_all_matmul": ".ops.all_to_all_matmul",
     "as_group": ".fabric.registry",
+    "concurrent": ".c3.concurrent",
+    "embedding_all_to_all": ".ops.embedding_all_to_all",
+    "embedding_layout": ".ops.embedding_all_to_all",
     "explain": ".ops.explain",
     "init": ".fabric.registry",
     "launch": ".fabric.launch",
@@ -65,7 +74,7 @@ _HOMES = {
     "shutdown": ".fabric.registry",
     "tune": ".ops.tuning",
 }
-_ROOMS = ("nn",)
+_ROOMS = ("c3", "nn")
 
 
 def __getattr__(name: str) -> Any:

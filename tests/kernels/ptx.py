@@ -71,6 +71,7 @@ def compile_kernel(
     num_warps: int = 4,
     attrs: Mapping[str, int] | None = None,
     num_stages: int | None = None,
+    maxnreg: int | None = None,
 ) -> CompiledKernel:
     """Compile a `@triton.jit` kernel for `target` ("sm_80", "sm_90", "sm_100"), once per process and variant.
 
@@ -84,6 +85,7 @@ def compile_kernel(
         target,
         num_warps,
         num_stages,
+        maxnreg,
     )
     if key not in _compiled:
         architecture = int(target.removeprefix("sm_"))
@@ -91,6 +93,7 @@ def compile_kernel(
         divisible = {(kernel.arg_names.index(name),): [["tt.divisibility", by]] for name, by in attrs.items()}
         source = ASTSource(kernel, types, dict(constexprs), divisible)
         options = {"num_warps": num_warps} | ({} if num_stages is None else {"num_stages": num_stages})
+        options |= {} if maxnreg is None else {"maxnreg": maxnreg}
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         _compiled[key] = CompiledKernel(made.asm["ptx"], architecture, made.metadata.shared)
     return _compiled[key]

@@ -1,6 +1,9 @@
 """Layers over the overlapped operators, and `parallelize` for models that exist."""
 
+from ..ops.embedding_gradients import RowOptimizer
+from ..plan.placement import Table
 from .checkpoint import full_state_dict
+from .embedding import ShardedEmbeddingBag
 from .experts import ExpertParallelMLP
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import TensorParallelMLP
@@ -13,9 +16,12 @@ __all__ = [
     "ColumnParallelLinear",
     "ExpertParallelMLP",
     "Row",
+    "RowOptimizer",
     "RowParallelLinear",
     "Sharded",
+    "ShardedEmbeddingBag",
     "Shared",
+    "Table",
     "TensorParallelMLP",
     "full_state_dict",
     "parallelize",

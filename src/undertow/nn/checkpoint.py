@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..fabric.registry import named
+from .embedding import whole_state
 from .sharded import Cut, Sharded
 
 
@@ -19,7 +20,7 @@ def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 key = f"{prefix}.{name}" if prefix else name
                 if key in state:
                     state[key] = _whole(state[key], cut, module)
-    return state
+    return whole_state(model, state)
 
 
 def _whole(shard: torch.Tensor, cut: Cut, module: Sharded) -> torch.Tensor:

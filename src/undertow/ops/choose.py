@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import StrategyUnavailable
 from ..plan import fused
 from ..plan.defaults import default_plan
-from ..plan.plan import Plan, parse_strategy
+from ..plan.plan import EMBEDDING, Plan, parse_strategy
 from .explain import Choice, Explanation, remember
 from .fused import unavailable
 
@@ -32,7 +32,8 @@ class Request:
     `problem`: with what may differ between ranks as it is on this one. `same_on_all`: what ranks compare. `run` does
     the whole call with a plan over a lane and leaves the result in `output`; `matmul` only multiplies, to be timed.
     `run_program` does the whole call where a collective program moves the parcels. `changed`: tensors of the caller
-    that a call reads and then overwrites, so that a second call would give another result.
+    that a call reads and then overwrites, so that a second call would give another result. `grains`: those that the
+    operator has; `lane`: the one of a strategy that names none.
     """
 
     problem: Problem
@@ -44,6 +45,8 @@ class Request:
     matmul: Callable[[], object]
     run_program: Callable[[ProgramCall], None] | None = None
     changed: tuple[torch.Tensor, ...] = ()
+    grains: tuple[str, ...] = GRAINS
+    lane: str = "net"
 
     def execute(self, plan: Plan) -> None:
         """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""
@@ -85,17 +88,18 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
     """The plan and, in one sentence, why. With "auto" it may run the call several times."""
     problem, lanes = request.problem, request.group.fabric.lanes()
     if plan is not None:
-        parse_strategy(plan.name, GRAINS, lanes, plan.lane)
+        parse_strategy(plan.name, request.grains, lanes, plan.lane)
         plan.check(problem)
-        if plan.grain == "fused":
+        if plan.grain == "fused" and problem.operator != EMBEDDING:
             refuse_fused(plan.name, problem, plan.lane, request.group)
         return Choice(plan, "The plan was given.")
     if strategy == "auto":
         from .tuning import auto
 
         return auto(request)
-    grain, lane = parse_strategy(strategy, GRAINS, lanes, "peer" if strategy == "fused" else "net")
-    if grain == "fused":
+    usual = "peer" if strategy == "fused" else request.lane
+    grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
+    if grain == "fused" and problem.operator != EMBEDDING:
         refuse_fused(strategy, problem, lane, request.group)
     return Choice(default_plan(problem, grain, lane), "The strategy was given.")
 

@@ -101,7 +101,7 @@ class CudaTileProduct(Product):
             self._table = device_table(fabric, key, table)
             self._begin = device_table(fabric, ("begin", *key), begin)
         parcels = len(self._tiles)
-        self._counters = _counters(fabric, parcels + 1)  # the last one counts the tiles that were fetched
+        self._counters = counters(fabric, parcels + 1)  # the last one counts the tiles that were fetched
         self._fetched = self._counters[_WORD * parcels :]
         full = problem.n * x.element_size() % _TMA_ALIGNMENT == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
         if plan.layout == "natural":  # the descriptor ends where the matrix does
@@ -221,7 +221,7 @@ def _spread(words: NDArray[np.int64]) -> NDArray[np.int64]:
     return found
 
 
-def _counters(fabric: CudaFabric, parcels: int) -> torch.Tensor:
+def counters(fabric: CudaFabric, parcels: int) -> torch.Tensor:
     """Words for the parcels of a call on the current stream.
 
     Calls on one stream come one after the other, so they share them. A captured call has its own: its graph may be

@@ -4,6 +4,7 @@ serial     the whole product first; what moves is cut only to keep a link busy i
 chunked    CHUNKS equal parts of the rows
 signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
            (moved by a collective program: always of whole bands)
+fused      embedding_all_to_all only
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 from dataclasses import replace
 
 from . import fused
-from .plan import Plan, Share, split
+from .plan import EMBEDDING, SLICES, Plan, Share, split
 from .problem import Problem
 
 CHUNKS = 4
@@ -32,6 +33,8 @@ _PROGRAM_CTAS = 8
 
 def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
     """A plan of that grain and lane for this problem."""
+    if problem.operator == EMBEDDING:
+        return _embedding(problem, grain, lane)
     if grain == "signaled":
         return _signaled(problem, lane)
     if grain == "fused":
@@ -104,6 +107,16 @@ def _signaled(problem: Problem, lane: str) -> Plan:
         return replace(plan, parcels=_parcels(bounds), group_bands=group)
     bounds = [stop for _, stop in split(grid.tiles, max(1, min(PARCELS, grid.tiles)))]
     return replace(plan, parcels=_parcels(bounds), group_bands=group, layout="packed")
+
+
+def _embedding(problem: Problem, grain: str, lane: str) -> Plan:
+    """Slices of each destination. A kernel that stores into peers' memory gains nothing from more than one."""
+    parts = {"chunked": CHUNKS, "signaled": PARCELS, "fused": 1 if problem.device == "cuda" else CHUNKS}.get(grain, 1)
+    if grain == "serial" and lane == "dma":
+        parts = min(_MOST_SERIAL, problem.result_bytes // _PIPELINED_BYTES)
+    share = _share(problem, lane) if grain in ("chunked", "signaled") else Share()
+    parcels = split(problem.m, max(1, min(parts, problem.m)))
+    return Plan(grain, lane, parcels, share, order=SLICES, own_last=grain in ("signaled", "fused"))
 
 
 def _stops(problem: Problem, bands: int) -> list[int]:

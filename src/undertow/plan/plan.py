@@ -27,7 +27,9 @@ OPERATORS = {
     "all_gather_matmul": "rotated",
 }
 """The order of tiles in each operator's signaled plans; `tiles.py` says what they are."""
-ORDERS = tuple(OPERATORS.values())
+EMBEDDING, SLICES = "embedding_all_to_all", "slices"
+"""The operator that has no product, and the order of its plans; `bags.py` says what it is."""
+ORDERS = (*OPERATORS.values(), SLICES)
 _FUSED_FIELDS = {"piece": 1024, "split": 0}
 """What only fused plans have, and what it is elsewhere."""
 
@@ -59,6 +61,10 @@ class Plan:
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
     `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
     few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange.
+
+    Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
+    fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
+    of a bag are asked for before the first is added; without a tile both follow from the tables that are met.
 
     `program` names the collective program that moves the parcels, "" none. `deterministic`: sums are taken in rank
     order over lane `net`, too, where the backend would choose one; over the others they always are.
@@ -130,7 +136,12 @@ class Plan:
                 self.tile is None or all(_whole(one, 1) for one in self.tile),
             ),
             ("parcels", self.extent, "below 2^31", all(_whole(one, 0) for pair in self.parcels for one in pair)),
-            ("tile", self.tile, f"given for a {self.grain} plan", self.grain in GRAINS[:2] or self.tile is not None),
+            (
+                "tile",
+                self.tile,
+                f"given for a {self.grain} plan",
+                self.grain in GRAINS[:2] or self.order == SLICES or self.tile is not None,
+            ),
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
             ("piece", self.piece, "at least 1", _whole(self.piece, 1)),
             ("split", self.split, "at least 0", _whole(self.split, 0)),
@@ -156,6 +167,12 @@ class Plan:
     def check(self, problem: Problem) -> None:
         """Refuse, with one sentence, a plan that was made for another problem. Costs microseconds."""
         self.validate()
+        if problem.operator == EMBEDDING:
+            if self.order != SLICES:
+                must = f"in {SLICES} order, as {problem.operator} needs"
+                raise InvalidArgument(argument="plan", was=f"in {self.order} order", must=must)
+            self.check_rows(self.extent or problem.m)  # fractions
+            return
         if self.grain == "fused":
             self._check_fused(problem)
             return

@@ -20,6 +20,9 @@ launches, and the skew between ranks. A packed result is unpacked at the end: by
 the mirror image: the lane is the producer, tiles wait for rows. serial is one parcel, into however many its collective
 is cut: lanes are measured with their own pipelining.
 
+**Lookups.** embedding_all_to_all has bags of k rows instead of a matmul: every row is read and every sum written once,
+at twice the speed of a copy. What is fused moves while it is pooled, and takes as long as the longer of the two.
+
 A parcel counts as its share of the tiles, tails and uneven splits notwithstanding.
 
 **Fused.** Tiles move while others are computed, so the longer of the two counts, the matmul slowed by the lane. What
@@ -39,6 +42,7 @@ from typing import TYPE_CHECKING
 from . import pipeline
 from .machine import at
 from .pipeline import Step
+from .plan import EMBEDDING
 from .problem import ITEM_SIZES
 
 if TYPE_CHECKING:
@@ -67,12 +71,15 @@ class Prediction:
 
 def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     """The seconds of one call. The plan must fit the problem (`Plan.check`)."""
-    if plan.grain == "fused":
+    if plan.grain == "fused" and problem.operator != EMBEDDING:
         return _fused(problem, plan, machine)
     parcels = plan.parcels if plan.grain != "serial" else ((0, plan.extent),)
     bounds = [0, *itertools.accumulate(stop - start for start, stop in parcels)]
     computing = _matmul_times(problem, plan, machine, bounds)
     moving = [_moving(problem, plan, machine, start, stop, max(1, bounds[-1])) for start, stop in parcels]
+    if plan.grain == "fused":  # of embedding_all_to_all: rows are stored where they are wanted
+        alone = sum(computing), sum(cost for cost, _ in moving)
+        return Prediction(*alone, 0.0, max(alone) + machine.work.skew)
     steps, total = _steps(problem, plan, machine, computing, moving)
     producer_end, consumer_end = pipeline.run(total, steps)
     packed = plan.grain == "signaled" and plan.layout == "packed"
@@ -146,9 +153,13 @@ def tile_seconds(problem: Problem, machine: Machine, tile: tuple[int, int], work
 
 
 def matmul_seconds(problem: Problem, machine: Machine, workers: int, rows: int) -> float:
-    """A library's matmul of so many of the problem's rows."""
+    """A library's matmul of so many of the problem's rows; the lookups of so many samples."""
     if not rows:
         return 0.0
+    if problem.operator == EMBEDDING:
+        touched = rows * problem.n * (problem.k + 1) * problem.item_size
+        part = workers / problem.multiprocessors
+        return machine.launch_seconds + touched / (2 * copy_speed(machine) * part)
     speed = rate(problem, machine, workers)
     seconds = 2 * rows * problem.n * problem.k / speed
     if machine.gemm.workers == "SMs":
@@ -168,7 +179,7 @@ def _reading(problem: Problem, machine: Machine, rows: int) -> float:
 def _matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int]) -> list[float]:
     """What each parcel's part of the matmul takes, in the order of the parcels."""
     workers, extent = workers_of(problem, plan), max(1, bounds[-1])
-    if plan.tile is None:
+    if plan.tile is None or problem.operator == EMBEDDING:
         cuts = [problem.m * bound // extent for bound in bounds]
         return [matmul_seconds(problem, machine, workers, stop - start) for start, stop in itertools.pairwise(cuts)]
     tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)

@@ -6,6 +6,9 @@
 | matmul_reduce_scatter | the output before it is scattered | of each destination, by torch.tensor_split's rule |
 | matmul_all_to_all | this rank's output before it leaves | for each destination: this rank's splits, zeros allowed |
 | all_gather_matmul | the output, of this rank's columns | of each source, as they stand in the gathered input |
+| embedding_all_to_all | all samples, and the columns of the rank that makes most | samples of each rank |
+
+Of embedding_all_to_all `k` is how many rows a bag has on average, as a power of two.
 
 All ranks run the same plan. Where ranks have different rows (all_to_all), the one with the most rows is planned for,
 and the plan's parcels are fractions for everybody: `Problem.for_splits`.
@@ -18,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidArgument
-from .plan import DEVICES, OPERATORS, Plan, split
+from .plan import DEVICES, EMBEDDING, OPERATORS, SLICES, Plan, split
 from .tiles import TileGrid
 
 ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -40,7 +43,7 @@ class Problem:
     multiprocessors: int
 
     def __post_init__(self) -> None:
-        _one_of("operator", self.operator, tuple(OPERATORS))
+        _one_of("operator", self.operator, (*OPERATORS, EMBEDDING))
         _one_of("device", self.device, DEVICES)
         for name, least in (("m", 0), ("n", 0), ("k", 0), ("item_size", 1), ("ranks", 1), ("multiprocessors", 1)):
             if getattr(self, name) < least:
@@ -107,7 +110,7 @@ class Problem:
     @property
     def order(self) -> str:
         """The order of tiles that this operator's signaled plans use."""
-        return OPERATORS[self.operator]
+        return OPERATORS.get(self.operator, SLICES)
 
     def grid(self, plan: Plan) -> TileGrid:
         """The tiles of a signaled plan."""

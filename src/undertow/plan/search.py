@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from . import flash_overlap, fused, pipeline
 from .defaults import default_plan, fused_plan
 from .pipeline import Step, advance
-from .plan import Plan, Share, split
+from .plan import EMBEDDING, Plan, Share, split
 from .predict import (
     Prediction,
     collective_seconds,
@@ -78,6 +78,8 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     found = {"serial": default_plan(problem, "serial", lane)}
     if problem.ranks == 1 or problem.m * problem.n == 0:
         return found
+    if problem.operator == EMBEDDING:
+        return found | _slices(problem, lane)
     for parts in _CHUNKS:
         if problem.m >= parts:
             found[f"chunks of {parts}"] = Plan("chunked", lane, split(problem.m, parts))
@@ -94,7 +96,8 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
 
 def fused_plans(problem: Problem) -> list[Plan]:
     """Fused plans for this problem on a GPU. None on a CPU: there a thread that moves its own tiles hides nothing."""
-    if problem.device == "cpu" or problem.ranks == 1 or fused.why_not(problem, "peer"):
+    matmul = problem.operator != EMBEDDING
+    if not matmul or problem.device == "cpu" or problem.ranks == 1 or fused.why_not(problem, "peer"):
         return []
     first = fused_plan(problem, "peer")
     found = [first]
@@ -104,6 +107,18 @@ def fused_plans(problem: Problem) -> list[Plan]:
     elif first.split and first.tile is not None:
         found.append(dataclasses.replace(first, tile=(first.tile[0], first.tile[1] // 2)))
     return list({plan.digest: plan for plan in found}.values())
+
+
+def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
+    """Of embedding_all_to_all: chunks, a kernel whose slices leave as they finish, one that stores them itself."""
+    found = {}
+    for grain in ("chunked", "signaled", *(("fused",) if problem.device == "cpu" or lane == "peer" else ())):
+        base = default_plan(problem, grain, lane)
+        counts = {len(base.parcels), *(_CHUNKS if grain != "fused" or problem.device == "cpu" else ())}
+        for parts in sorted(counts):
+            if 1 <= parts <= problem.m:
+                found[f"{grain} {parts}"] = dataclasses.replace(base, parcels=split(problem.m, parts))
+    return found
 
 
 # -- parcels -----------------------------------------------------------------------------------------------------------

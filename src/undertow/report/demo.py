@@ -179,23 +179,24 @@ def find_routes(fabric: Fabric) -> list[Route]:
 
 def describe(fabric: Fabric, route: Route) -> str:
     """What moves the bytes of `route`, in a few words."""
-    _set_pace(fabric, route)
+    set_pace(fabric, route)
     return fabric.lane(route.lane).describe()
 
 
-def _set_pace(fabric: Fabric, route: Route) -> None:
+def set_pace(fabric: Fabric, route: Route) -> None:
+    """Let the dma lane of a CPU be the link of `route`."""
     lane = fabric.lane(route.lane)
     if isinstance(lane, DmaLane):
         lane.pace = route.pace  # nothing is in flight: every call ends with a flush
 
 
 def _call(group: Group, route: Route, grain: str, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    _set_pace(group.fabric, route)
+    set_pace(group.fabric, route)
     return matmul_all_reduce(x, w, group=group, strategy=f"{grain}:{route.lane}", out=y)
 
 
 def _exchange(fabric: Fabric, route: Route, tensor: torch.Tensor) -> None:
-    _set_pace(fabric, route)
+    set_pace(fabric, route)
     all_reduce(fabric, route.lane, tensor)
 
 

@@ -1,0 +1,184 @@
+"""Embedding tables over ranks, for models in the style of torchrec's EmbeddingBagCollection.
+
+    reference:  for each table t, in order: embedding_bag(values of t, weight of t, mode=pooling), side by side
+
+Every rank calls it with its own samples of all features and gets [its samples, sum of dims]. Tables are placed by cost
+(`plan/placement.py`): whole, or cut by rows or columns where one would weigh more than a rank's share.
+
+A checkpoint is that of the ordinary module: `load_state_dict` takes whole tables, and cuts them, or pieces as they are;
+`undertow.nn.full_state_dict` gives whole ones. Their names are `embedding_bags.<table>.weight`, as torchrec's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidArgument
+from ..fabric.registry import as_group, named
+from ..ops.bags import POOLINGS, Shard
+from ..ops.embedding_all_to_all import embedding_all_to_all
+from ..ops.embedding_gradients import RowOptimizer
+from ..ops.embedding_inputs import distribute
+from ..ops.operands import check_dtype
+from ..plan.bags import Layout, Piece
+from ..plan.placement import Table, place
+
+if TYPE_CHECKING:
+    from .sharded import AnyGroup
+
+
+class ShardedEmbeddingBag(torch.nn.Module):
+    """`tables` held by the ranks of a group. Parameters: `pieces`, those of this rank.
+
+    `placement`: pieces by rank, instead of those by cost. `optimizer`: rows are stepped in the backward pass, and
+    `pieces` want no other optimizer. `divide_gradients`: by the number of ranks, as TorchRec does and as a loss that is
+    each rank's own mean needs beside data-parallel layers whose gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        pooling: str = "sum",
+        *,
+        placement: Sequence[Sequence[Piece]] | None = None,
+        sparse: bool = False,
+        divide_gradients: bool = True,
+        optimizer: RowOptimizer | None = None,
+        group: AnyGroup = None,
+        strategy: str = "auto",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        on = as_group(group)
+        check_dtype("dtype", dtype)
+        if not tables:
+            raise InvalidArgument(argument="tables", was="empty", must="at least one")
+        if pooling not in POOLINGS:
+            raise InvalidArgument(argument="pooling", was=repr(pooling), must=f"one of {', '.join(POOLINGS)}")
+        self.tables, self.pooling, self.strategy = tuple(tables), pooling, strategy
+        self.sparse, self.divide_gradients, self.optimizer = sparse, divide_gradients, optimizer
+        self.group_name, self.rank = on.name, on.rank
+        held = place(tables, on.size, dtype.itemsize) if placement is None else tuple(map(tuple, placement))
+        self.layout = Layout(held, str(dtype).removeprefix("torch."))
+        self._check()
+        self.pieces = torch.nn.ParameterList(
+            torch.nn.Parameter(self._first(piece, dtype, on.device), requires_grad=optimizer is None)
+            for piece in held[on.rank]
+        )
+        self.register_load_state_dict_pre_hook(self._cut_tables)  # type: ignore[no-untyped-call]
+
+    def _check(self) -> None:
+        found = [(rows, dim) for rows, dim in zip(self.layout.rows, self.layout.dims, strict=True)]
+        wanted = [(one.rows, one.dim) for one in self.tables]
+        if found != wanted:
+            raise InvalidArgument(argument="placement", was=f"of tables {found}", must=f"of {wanted}, as tables says")
+
+    def _first(self, piece: Piece, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uniform within 1/sqrt(rows), as DLRM begins; the same numbers whatever the placement."""
+        table = self.tables[piece.table]
+        generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 62) + piece.table)
+        whole = torch.empty(table.rows, table.dim).uniform_(-1, 1, generator=generator) * table.rows**-0.5
+        return _cut(whole, piece).to(device, dtype).contiguous()
+
+    def forward(
+        self,
+        values: Any,
+        offsets: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        batches: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """This rank's samples of all features, feature-major -> [samples, sum of dims]; `by_table` splits it.
+
+        Or one KeyedJaggedTensor of torchrec. `batches`: samples of each rank, if they are known; else ranks tell.
+        """
+        if hasattr(values, "keys") and hasattr(values, "lengths"):
+            weights, lengths = values.weights_or_none(), values.lengths()
+            names = [one.name for one in self.tables]
+            if list(values.keys()) != names:
+                raise InvalidArgument(argument="keys", was=str(list(values.keys())), must=f"{names}, as the tables")
+            values = values.values()
+        if (offsets is None) == (lengths is None):
+            was = "given beside lengths" if offsets is not None else "missing, as lengths is"
+            raise InvalidArgument(argument="offsets", was=was, must="given, or lengths instead of it")
+        if lengths is None:
+            assert offsets is not None
+            lengths = offsets[1:] - offsets[:-1]
+        group, count = named(self.group_name), len(self.tables)
+        if lengths.numel() % count:
+            must = f"of as many bags for each of {count} tables"
+            raise InvalidArgument(argument="lengths", was=f"of {lengths.numel()} elements", must=must)
+        sizes = batches if batches is not None else group.exchange(lengths.numel() // count, "samples of each rank")
+        values, lengths, weights = distribute(group.fabric, lengths, values, weights, self.layout, sizes)
+        shards = [
+            Shard(weight, piece.table, piece.first_row, piece.first_column)
+            for weight, piece in zip(self.pieces, self.layout.held[self.rank], strict=True)
+        ]
+        return embedding_all_to_all(
+            shards, values, lengths=lengths, weights=weights, pooling=self.pooling, batches=sizes, layout=self.layout,
+            sparse=self.sparse, divide_gradients=self.divide_gradients, optimizer=self.optimizer, group=group,
+            strategy=self.strategy,
+        )  # fmt: skip
+
+    def by_table(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The columns of each table, by name."""
+        parts = torch.split(y, list(self.layout.dims), 1)
+        return {table.name: part for table, part in zip(self.tables, parts, strict=True)}
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def whole_tables(self) -> dict[str, torch.Tensor]:
+        """Every table on every rank, put together from its pieces. Collective."""
+        group = named(self.group_name)
+        dtype = getattr(torch, self.layout.dtype)
+        found = {
+            key: torch.empty(table.rows, table.dim, dtype=dtype, device=group.device)
+            for key, table in zip(self._keys(), self.tables, strict=True)
+        }
+        for rank, pieces in enumerate(self.layout.held):
+            for number, piece in enumerate(pieces):
+                part = torch.empty(piece.rows, piece.dim, dtype=dtype, device=group.device)
+                if rank == self.rank:
+                    part.copy_(self.pieces[number].detach())
+                with group.connected("gathering a checkpoint"):
+                    dist.broadcast(part, group.ranks[rank], group=group.process_group)
+                _cut(found[self._keys()[piece.table]], piece).copy_(part)
+        return found
+
+    def _keys(self) -> list[str]:
+        return [f"embedding_bags.{one.name}.weight" for one in self.tables]
+
+    def _cut_tables(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Before torch loads: this rank's pieces in the place of whole tables. Pieces as they are stay."""
+        wholes = {table: state.pop(prefix + key) for table, key in enumerate(self._keys()) if prefix + key in state}
+        for number, piece in enumerate(self.layout.held[self.rank]):
+            if piece.table in wholes:
+                whole, table = wholes[piece.table], self.tables[piece.table]
+                if tuple(whole.shape) != (table.rows, table.dim):
+                    was, must = f"of shape {list(whole.shape)}", f"[{table.rows}, {table.dim}]"
+                    raise InvalidArgument(argument=self._keys()[piece.table], was=was, must=must)
+                state[f"{prefix}pieces.{number}"] = _cut(whole, piece)
+
+
+def whole_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with whole tables in the place of pieces. Collective."""
+    for prefix, module in _bags(model):
+        for key in [one for one in state if one.startswith(f"{prefix}pieces.")]:
+            del state[key]
+        state |= {prefix + key: table for key, table in module.whole_tables().items()}
+    return state
+
+
+def _bags(model: torch.nn.Module) -> Iterable[tuple[str, ShardedEmbeddingBag]]:
+    for name, module in model.named_modules():
+        if isinstance(module, ShardedEmbeddingBag):
+            yield (f"{name}." if name else ""), module
+
+
+def _cut(whole: torch.Tensor, piece: Piece) -> torch.Tensor:
+    rows = slice(piece.first_row, piece.first_row + piece.rows)
+    return whole[rows, piece.first_column : piece.first_column + piece.dim]

@@ -1,0 +1,429 @@
+"""Pooled lookups on a GPU: launches of `kernels/embedding.py`, and results that peers write straight into.
+
+**Places.** Each rank has a few places for results in symmetric memory. The tensor that a call returns *is* such a
+place: nothing is copied after the last peer has stored. A place is leased to that tensor and free again when its memory
+is; if none can be leased (the caller keeps old results), the result is copied out of the last place. Which place a
+result goes to is the destination's own choice, told to the sources in a word:
+
+    destination d:  choice word of d at every source s := 1 + place       (releases: what read the place before is done)
+    source s:       wait for the choice words, kernel, clear them         (acquires; the kernel reads the word itself)
+                    the kernel's last finisher of a slice sets full[s, parcel] at d := 1      (releases the slice)
+    destination d:  wait for full[s, parcel], clear it                    (acquires the slice)
+
+Words are set to constants in the order of streams and cleared before their writers can come again: a destination
+chooses anew only after it has seen the slices, and a source sets `full` only after a choice that follows the clearing.
+So a captured call can be replayed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import InvalidArgument
+from ..fabric import stream_memory, timeline
+from ..fabric.cuda import CudaFabric
+from ..fabric.signals import Step
+from ..plan.bags import Layout, Leaving, Shape, kernel_shape, slices
+from ..plan.plan import Plan
+from ..plan.tiles import chunks
+from .bags import Bags, add_up
+from .cuda_product import counters, device_table
+from .overlap import overlap
+from .product import NoProduct, Product
+
+if TYPE_CHECKING:
+    from ..fabric.base import Lane
+
+MOST_PARCELS = 16  # words for so many slices of a (source, destination)
+_PLACES = 2
+_SPREAD_CTAS = 8  # on an SM: copies wait for memory
+_ALIGNMENT = 128
+_THREADS = 128
+_EXCHANGE, _TICKETS, _LOADED = object(), object(), object()  # names of what is kept with a fabric
+
+
+class Slice(NamedTuple):
+    """A row of the kernels' list of slices, but for what the launch adds."""
+
+    address: int  # counted from the launch's buffer, if it has one
+    stride: int
+    first: int
+    bags: int
+    signal: int = 0
+    source: int = 0  # counted from the launch's buffer
+    source_stride: int = 0
+    choice: int = 0
+    distance: int = 0
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The kernels' view of one rank's bags. `columns[i]`: where piece i goes in a destination row.
+
+    `only_load` launches do nothing but load the kernel and upload its lists: behind a waiting stream, loading might
+    wait for what the stream waits for.
+    """
+
+    fabric: CudaFabric
+    bags: Bags
+    plan: Plan
+    columns: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return kernel_shape(self.plan, self.bags.tables[0].element_size())
+
+    def pool(self, found: Sequence[Slice], buffer: torch.Tensor | None = None, only_load: bool = False) -> None:
+        """Pool all slices in one launch of the plan's SMs, into `buffer` or where their addresses lead."""
+        from ..kernels import embedding
+
+        bags = self.bags
+        if not found or not bags.tables:
+            return
+        like, shape = bags.tables[0], self.shape
+        if like.dtype == torch.float64:
+            raise InvalidArgument(argument="tables[0]", was="of torch.float64", must="of 32 or 16 bits on a GPU")
+        weights = bags.weights if bags.weights is not None else bags.values
+        constants: dict[str, Any] = {
+            **shape.options(), "ALIGNMENT": self._alignment(found, buffer), "MEAN": bags.pooling == "mean",
+            "WEIGHTS": bags.weights is not None,
+            "WHOLE": all(one.dim == shape.columns for one in bags.pieces), "maxnreg": shape.registers,
+        }  # fmt: skip
+        table, items = self._slices(found, shape.bags)
+        tickets = _tickets(self.fabric, len(found))
+        arguments = (like, table, self._tables(), bags.values, bags.offsets, weights, tickets)
+        ctas = shape.ctas * (self.plan.share.multiprocessors or self.fabric.multiprocessors)
+        if not only_load:
+            grid, count = (max(1, min(items, ctas)),), len(found)
+        elif self._is_loaded("pool", (like, bags.values, bags.offsets, weights), constants):
+            return
+        else:
+            grid, count = (1,), 0
+        kernel: Any = embedding.pool_kernel
+        origin = 0 if buffer is None else buffer.data_ptr()
+        kernel[grid](*arguments, count, bags.values.numel(), origin, **constants)
+
+    def spread(
+        self,
+        found: Sequence[Slice],
+        buffer: torch.Tensor,
+        ctas: int | None = None,
+        only_load: bool = False,
+    ) -> None:
+        """Copy pooled rows of `buffer` to their places in one launch; `source` of each slice says from where."""
+        from ..kernels import embedding
+
+        if not found or not self.bags.tables:
+            return
+        columns = self.shape.columns
+        block = 4 * max(1, _THREADS * 16 // (columns * buffer.element_size()))
+        constants = {
+            "BAGS": block, "COLUMNS": columns, "ALIGNMENT": self._alignment(found, buffer),
+            "num_warps": _THREADS // 32,
+        }  # fmt: skip
+        table, items = self._slices(found, block)
+        arguments = (buffer, table, self._tables(), _tickets(self.fabric, len(found)))
+        ctas = ctas or _SPREAD_CTAS * self.fabric.multiprocessors
+        if not only_load:
+            grid, count = (max(1, min(items, ctas)),), len(found)
+        elif self._is_loaded("spread", (buffer,), constants):
+            return
+        else:
+            grid, count = (1,), 0
+        kernel: Any = embedding.spread_kernel
+        kernel[grid](*arguments, count, buffer.data_ptr(), **constants)
+
+    def _is_loaded(self, kernel: str, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> bool:
+        """Whether this variant was launched before; a captured call's was, before the capture."""
+        if torch.cuda.is_current_stream_capturing():
+            return True
+        loaded: set[object] = self.fabric.kept.setdefault(id(_LOADED), set())  # type: ignore[assignment]
+        key = (kernel, *(one.dtype for one in tensors), *sorted(constants.items()))
+        known = key in loaded
+        loaded.add(key)
+        return known
+
+    def _slices(self, found: Sequence[Slice], block: int) -> tuple[torch.Tensor, int]:
+        """The list on the device, and how many items it has."""
+        tables = len(self.bags.pieces)
+        items = [tables * -(-one.bags // block) for one in found]
+        begins = list(itertools.accumulate(items, initial=0))
+
+        def rows() -> NDArray[np.int64]:
+            lines = [
+                (one.address, one.stride, one.first, one.bags, one.signal, begin, count, one.source, one.source_stride,
+                 one.choice, one.distance)
+                for one, begin, count in zip(found, begins, items, strict=False)
+            ]  # fmt: skip
+            return np.array(lines, np.int64)
+
+        return device_table(self.fabric, ("slices", tuple(found), block, tables), rows), begins[-1]
+
+    def _tables(self) -> torch.Tensor:
+        bags = self.bags
+        sources = list(itertools.accumulate((one.dim for one in bags.pieces), initial=0))
+        lines = tuple(
+            (table.data_ptr(), piece.rows, piece.dim, table.stride(0), column, number * bags.samples, piece.first_row,
+             source)
+            for number, (table, piece, column, source) in enumerate(
+                zip(bags.tables, bags.pieces, self.columns, sources, strict=False))
+        )  # fmt: skip
+        return device_table(self.fabric, ("tables", lines), lambda: np.array(lines, np.int64))
+
+    def _alignment(self, found: Sequence[Slice], buffer: torch.Tensor | None) -> int:
+        """Elements that all addresses are multiples of: those of 16 bytes, or one."""
+        size = self.bags.tables[0].element_size()
+        bytes_of = [
+            *(one.data_ptr() for one in self.bags.tables), *(one.stride(0) * size for one in self.bags.tables),
+            *(one.dim * size for one in self.bags.pieces), *(one * size for one in self.columns),
+            *(one.address for one in found), *(one.stride * size for one in found),
+            *(one.source for one in found), *(one.source_stride * size for one in found),
+            *(one.distance * size for one in found), 0 if buffer is None else buffer.data_ptr(),
+        ]  # fmt: skip
+        return 16 // size if all(one % 16 == 0 for one in bytes_of) else 1
+
+
+def _tickets(fabric: CudaFabric, count: int) -> torch.Tensor:
+    """Zeros that each launch leaves as zeros; of every stream its own, of a captured call its own."""
+    from ..kernels.embedding import TICKET_WORDS
+
+    kept: dict[int, torch.Tensor] = fabric.kept.setdefault(id(_TICKETS), {})  # type: ignore[assignment]
+    stream = stream_memory.current_stream(fabric.device)
+    key = -len(kept) - 1 if torch.cuda.is_current_stream_capturing() else stream
+    found = kept.get(key)
+    if found is None or found.numel() < count * TICKET_WORDS:
+        if found is not None:
+            kept[-len(kept) - 1] = found
+        found = kept[key] = torch.zeros(max(64, count) * TICKET_WORDS, dtype=torch.int32, device=fabric.device)
+    return found
+
+
+# -- pooling into a buffer of this rank's own --------------------------------------------------------------------------
+
+
+class CudaPooling(Product):
+    """All samples of this rank's pieces into `buffer` [samples, width], parcel by parcel as the plan says."""
+
+    def __init__(
+        self,
+        fabric: CudaFabric,
+        bags: Bags,
+        batches: Sequence[int],
+        plan: Plan,
+        buffer: torch.Tensor,
+        own: Callable[[], None],
+    ) -> None:
+        """`own` takes this rank's own rows from the buffer, in the caller's order, once all are enqueued."""
+        self._fabric, self._plan, self._bags, self._buffer, self._own = fabric, plan, bags, buffer, own
+        columns = tuple(itertools.accumulate((one.dim for one in bags.pieces), initial=0))[:-1]
+        self._lookup = Lookup(fabric, bags, plan, columns)
+        self._leaving = slices(batches, plan, fabric.group.rank)
+        self._words = counters(fabric, len(self._leaving))
+
+    def load(self) -> None:
+        """Before anything waits."""
+        for parcel in range(len(self._plan.parcels)) if self._plan.grain == "chunked" else (None,):
+            self._pool(parcel, only_load=True)
+
+    def prepare(self) -> None:
+        self._words.zero_()
+
+    def start(self) -> None:
+        if self._plan.grain != "chunked":
+            self._pool(None)
+            self._own()
+
+    def reach(self, parcel: int) -> None:
+        if self._plan.grain == "chunked":
+            self._pool(parcel)
+            if parcel + 1 == len(self._plan.parcels):
+                self._own()
+
+    def await_parcel(self, parcel: int) -> None:
+        """One word for each slice that leaves; its last finisher's release covers it."""
+        if self._plan.grain == "signaled" and self._bags.tables:
+            for number, one in enumerate(self._leaving):
+                if one.parcel == parcel and one.destination != self._fabric.group.rank:
+                    self._fabric.guard.wait(self._word(number), 1, on_host=False)
+
+    def _word(self, number: int) -> int:
+        return self._words.data_ptr() + 128 * number
+
+    def _pool(self, parcel: int | None, only_load: bool = False) -> None:
+        """One parcel, or all."""
+        width, size, signal = self._bags.width, self._buffer.element_size(), self._plan.grain == "signaled"
+        found = [
+            Slice(one.first * width * size, width, one.first, one.bags, self._word(number) if signal else 0)
+            for number, one in enumerate(self._leaving) if parcel is None or one.parcel == parcel
+        ]  # fmt: skip
+        with timeline.event("lookup", engine="compute", bags=sum(one.bags for one in found)):
+            self._lookup.pool(found, self._buffer, only_load)
+
+
+# -- results that peers write into -------------------------------------------------------------------------------------
+
+
+class _Leased:
+    """Memory that a tensor stands on: torch keeps this object until nothing uses that memory any more."""
+
+    def __init__(self, address: int, nbytes: int, owner: torch.Tensor) -> None:
+        self.owner = owner  # keeps the memory, should the places grow meanwhile
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+class Exchange:
+    """The places and words of one group. Opening it is collective."""
+
+    def __init__(self, fabric: CudaFabric) -> None:
+        size = fabric.group.size
+        self._fabric, self._size, self._rank = fabric, size, fabric.group.rank
+        self._words = fabric.signals(size * (MOST_PARCELS + 1))
+        self._leases: dict[tuple[int, int], weakref.ref[_Leased]] = {}
+
+    @staticmethod
+    def of(fabric: CudaFabric) -> Exchange:
+        found = fabric.kept.get(id(_EXCHANGE))
+        if found is None:
+            found = fabric.kept[id(_EXCHANGE)] = Exchange(fabric)
+        assert isinstance(found, Exchange)
+        return found
+
+    def full(self, source: int, parcel: int) -> int:
+        return self._size + source * MOST_PARCELS + parcel
+
+    def take(self, layout: Layout, batches: Sequence[int], like: torch.Tensor) -> Result:
+        """A place for a call's result. Collective where the places have to grow."""
+        size = like.element_size()
+        distance = -(-max(1, max(batches) * layout.room * size) // _ALIGNMENT) * _ALIGNMENT
+        space = self._fabric.workspace("embedding results", _PLACES * distance)
+        base = [space.address(one) for one in range(self._size)]
+        mine, rows = base[self._rank], batches[self._rank]
+        place = next((one for one in range(_PLACES - 1) if self._is_free(mine, one)), _PLACES - 1)
+        nbytes = rows * layout.room * size
+        if nbytes == 0:
+            return Result(self, base, distance, place, layout, like.new_empty(rows, layout.room))
+        leased = _Leased(mine + place * distance, nbytes, space.local)
+        if place < _PLACES - 1:
+            self._leases[mine, place] = weakref.ref(leased)
+        whole = torch.as_tensor(leased, device=like.device).view(like.dtype).view(rows, layout.room)
+        return Result(self, base, distance, place, layout, whole)
+
+    def _is_free(self, base: int, place: int) -> bool:
+        held = self._leases.get((base, place))
+        return held is None or held() is None
+
+    def begin(self, place: int) -> None:
+        """Tell all sources the place of this call's result; wait until all destinations have told theirs."""
+        steps = [Step(False, one, self._rank, place + 1) for one in range(self._size)]
+        self._words.perform(steps + [Step(True, self._rank, one, 1, one) for one in range(self._size)])
+
+    def arrived(self, sources: Sequence[int], parcels: Sequence[int], sent: bool = False) -> None:
+        """Wait for these parcels of these sources, and clear their words.
+
+        `sent`: in the order of the current stream, the kernels that read the choices are done. These are cleared first.
+        """
+        words = [self.full(source, parcel) for source in sources for parcel in parcels]
+        steps = [Step(False, self._rank, one, 0) for one in range(self._size if sent else 0)]
+        steps += [Step(True, self._rank, word, 1) for word in words]
+        steps += [Step(False, self._rank, word, 0) for word in words]
+        if steps:
+            self._words.perform(steps)
+
+    def signal(self, destination: int, parcel: int) -> int:
+        return self._words.address(destination, self.full(self._rank, parcel))
+
+    def choice(self, destination: int) -> int:
+        return self._words.address(self._rank, destination)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A call's place (`whole` [rows, room] stands on it), and the slices that lead into those of others."""
+
+    exchange: Exchange
+    base: list[int]
+    distance: int
+    place: int
+    layout: Layout
+    whole: torch.Tensor
+
+    def slices(self, leaving: Sequence[Leaving], rank: int, source: torch.Tensor | None = None) -> list[Slice]:
+        """Where pooled rows go; `source` [samples, width] where they were pooled before."""
+        size, room = self.whole.element_size(), self.layout.room
+        found = []
+        for one in leaving:
+            signal = 0 if one.destination == rank else self.exchange.signal(one.destination, one.parcel)
+            address = self.base[one.destination] + one.row * room * size
+            width = 0 if source is None else source.shape[1]
+            by = one.first * width * size
+            choice, distance = self.exchange.choice(one.destination), self.distance // size
+            found.append(Slice(address, room, one.first, one.bags, signal, by, width, choice, distance))
+        return found
+
+    def finish(self) -> torch.Tensor:
+        """[rows, width], summed where rows of a table came from several ranks; of its own memory or leased."""
+        if self.layout.sums:
+            return add_up(self.whole, self.layout)
+        return self.whole.clone() if self.place == _PLACES - 1 else self.whole
+
+
+def run_over_peers(
+    fabric: CudaFabric, lane: Lane, bags: Bags, layout: Layout, batches: Sequence[int], plan: Plan, result: Result,
+    compute: bool = True,
+) -> None:  # fmt: skip
+    """Pool and exchange by stores into peers' memory; `compute` False: only what moves, for measurements."""
+    rank = fabric.group.rank
+    leaving = slices(batches, plan, rank)
+    lookup = Lookup(fabric, bags, plan, layout.columns[rank])
+    sources = [one for one, width in enumerate(layout.sent) if width and one != rank]
+    here = [parcel for parcel, ranges in enumerate(chunks(batches, plan)) if ranges[rank][1]]
+    exchange = result.exchange
+    if plan.grain == "fused":
+        found = result.slices(leaving, rank)
+        lookup.pool(found, only_load=True)
+        exchange.begin(result.place)
+        with timeline.event("lookup and send", engine="compute", bags=sum(one.bags for one in leaving)):
+            lookup.pool(found)
+        exchange.arrived(sources, here, sent=True)
+        return
+    like = result.whole
+    buffer = torch.empty(bags.samples, bags.width, dtype=like.dtype, device=like.device)
+    parcels = [
+        result.slices(
+            [one for one in leaving if (one.parcel, one.destination == rank) == (parcel, False)], rank, buffer
+        )
+        for parcel in range(len(plan.parcels))
+    ]
+    mine = result.slices([one for one in leaving if one.destination == rank], rank, buffer)
+    product: Product = NoProduct()
+    if compute:
+        product = CudaPooling(fabric, bags, batches, plan, buffer, lambda: lookup.spread(mine, buffer))
+        product.load()
+        lookup.spread(mine, buffer, only_load=True)
+    ctas = plan.share.communication_ctas
+    for found in parcels:
+        lookup.spread(found, buffer, ctas, only_load=True)
+
+    def carry(parcel: int) -> None:
+        with timeline.event("spread", engine=lane.name, slices=len(parcels[parcel])):
+            lookup.spread(parcels[parcel], buffer, ctas)
+
+    def collect(parcel: int) -> None:
+        exchange.arrived(sources if parcel in here else (), [parcel])
+
+    exchange.begin(result.place)
+    overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels))
+    exchange.arrived((), (), sent=True)

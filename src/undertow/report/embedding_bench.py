@@ -1,0 +1,161 @@
+"""What `undertow bench embedding_all_to_all` measures: every strategy beside the lookup and the All-to-All alone.
+
+On a CPU the dma lane also runs paced, as an emulated link: the core that pools then has most of the time to itself, as
+a GPU beside a copy engine. Results are compared with the reference before anything is timed, small integers throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from rich.table import Table
+
+from ..fabric.group import Group
+from ..fabric.launch import launch
+from ..fabric.registry import init
+from ..fabric.timer import Comparison
+from ..ops.bags import Bags
+from ..ops.embedding_all_to_all import pool_all, problem_of, run
+from ..plan.bags import Layout, Piece
+from ..plan.defaults import default_plan
+from ..plan.plan import GRAINS
+from .demo import Route, describe, find_routes, set_pace
+from .tables import StrategyResult, strategy_results, strategy_table
+
+LOOKUP = "lookup"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of every rank: samples, tables of rows x dim; values in a bag."""
+
+    batch: int
+    tables: int
+    rows: int
+    dim: int
+    pooling: int
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        size = f"{self.tables} tables of {self.rows} x {self.dim} {self.dtype}"
+        return f"{self.batch} samples and {size} on each rank, {self.pooling} values in a bag"
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Of one shape; times are those of the slowest rank."""
+
+    shape: Shape
+    comparison: Comparison
+    rows: list[StrategyResult]
+    wrong: list[str]
+    links: dict[str, str]
+    ranks: int
+
+    def render(self) -> Table:
+        return strategy_table(self.rows, title=f"embedding_all_to_all, {self.ranks} ranks, {self.shape}")
+
+
+def measure(ranks: int, device: str, shapes: list[Shape], rounds: int) -> list[Findings]:
+    """Launch ranks, let them measure each shape; the first rank's findings, and whatever was wrong on any."""
+    every: list[list[Findings]] = launch(measure_rank, ranks, device, args=(shapes, rounds))
+    for number, first in enumerate(every[0]):
+        first.wrong.extend(
+            f"{name} on rank {rank}" for rank, found in enumerate(every[1:], 1) for name in found[number].wrong
+        )
+    return every[0]
+
+
+def measure_rank(shapes: list[Shape], rounds: int) -> list[Findings]:
+    group = init()
+    routes = find_routes(group.fabric)
+    return [_measure(group, shape, routes, rounds) for shape in shapes]
+
+
+def problem(group: Group, shape: Shape) -> tuple[Bags, Layout, tuple[int, ...]]:
+    """Small integers, so that sums are exact; the same rows on every run."""
+    generator = torch.Generator().manual_seed(1 + group.rank)
+    dtype, samples = getattr(torch, shape.dtype), shape.batch * group.size
+    tables = tuple(
+        torch.randint(-1, 2, (shape.rows, shape.dim), generator=generator).to(group.device, dtype)
+        for _ in range(shape.tables)
+    )
+    count = shape.tables * samples * shape.pooling
+    values = torch.randint(0, shape.rows, (count,), generator=generator).to(group.device)
+    offsets = torch.arange(0, count + 1, shape.pooling, device=group.device)
+    held = tuple(
+        tuple(Piece(rank * shape.tables + number, shape.rows, shape.dim) for number in range(shape.tables))
+        for rank in range(group.size)
+    )
+    layout = Layout(held, shape.dtype)
+    bags = Bags(tables, held[group.rank], values, offsets, None, "sum", samples)
+    return bags, layout, (shape.batch,) * group.size
+
+
+def _measure(group: Group, shape: Shape, routes: list[Route], rounds: int) -> Findings:
+    from ..fabric.timer import compare
+
+    fabric = group.fabric
+    bags, layout, batches = problem(group, shape)
+    planned_for = problem_of(bags, layout, batches, group)
+    like, local = bags.tables[0][:0, 0], bags.tables[0].new_empty(bags.samples, bags.width)
+    grains = {route.label: _grains(group, route) for route in routes}
+
+    def called(route: Route, grain: str, compute: bool = True) -> torch.Tensor:
+        set_pace(fabric, route)
+        return run(fabric, bags, layout, batches, default_plan(planned_for, grain, route.lane), like, compute)
+
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        f"{grain}:{route.label}": partial(called, route, grain) for route in routes for grain in grains[route.label]
+    }
+    expected = called(routes[0], "serial").clone()
+    plain = _embedding_bag(bags, shape)
+    mine = slice(group.rank * shape.batch, (group.rank + 1) * shape.batch)
+    own = slice(group.rank * bags.width, (group.rank + 1) * bags.width)
+    wrong = [] if torch.equal(expected[:, own], plain[mine]) else [f"{routes[0].label}: own tables"]
+    wrong += [name for name, call in calls.items() if not torch.equal(call(), expected)]
+    variants: dict[str, Callable[[], object]] = {
+        LOOKUP: lambda: pool_all(fabric, bags, layout, batches, local),
+        **{_moved(route): partial(called, route, "serial", False) for route in routes},
+        **calls,
+    }
+    comparison = compare(
+        variants, repeats=rounds, warmup=1, reduce_max=group.reduce_max, before=group.barrier,
+        facts={"ranks": group.size, "shape": str(shape)},
+    )  # fmt: skip
+    return Findings(
+        shape, comparison, _rows(comparison, routes, grains), wrong,
+        {route.label: describe(fabric, route) for route in routes}, group.size,
+    )  # fmt: skip
+
+
+def _grains(group: Group, route: Route) -> tuple[str, ...]:
+    """On a GPU the fused kernel stores into peers' memory only."""
+    fused = group.device.type == "cpu" or route.lane == "peer"
+    return tuple(grain for grain in GRAINS if fused or grain != "fused")
+
+
+def _embedding_bag(bags: Bags, shape: Shape) -> torch.Tensor:
+    """torch's own lookup of this rank's tables for all samples."""
+    parts = zip(bags.values.view(shape.tables, bags.samples, shape.pooling), bags.tables, strict=True)
+    return torch.cat([torch.nn.functional.embedding_bag(one, table, mode="sum") for one, table in parts], 1)
+
+
+def _moved(route: Route) -> str:
+    return f"all_to_all:{route.label}"
+
+
+def _rows(comparison: Comparison, routes: list[Route], grains: dict[str, tuple[str, ...]]) -> list[StrategyResult]:
+    overlapped = {
+        f"{grain}:{route.label}": route for route in routes for grain in grains[route.label] if grain != "serial"
+    }
+    return strategy_results(
+        comparison,
+        serial={name: f"serial:{route.label}" for name, route in overlapped.items()},
+        gemm=LOOKUP,
+        communication={name: _moved(route) for name, route in overlapped.items()},
+        emulated=[f"{grain}:{route.label}" for route in routes if route.pace for grain in grains[route.label]],
+    )

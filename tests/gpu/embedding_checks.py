@@ -1,0 +1,145 @@
+"""Exactness of embedding_all_to_all on a GPU, its gradients and captured calls, inside the ranks of a virtual node."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "ops"))
+import embedding_suite as suite
+
+import undertow as ut
+from undertow.ops.bags import Shard
+
+STRATEGIES = (*(f"{grain}:peer" for grain in suite.GRAINS), "serial:dma", "chunked:dma", "signaled:dma", "serial:net")
+CHECKS: dict[str, Callable[[ut.Group], int]] = {}
+
+
+def check(function: Callable[[ut.Group], int]) -> Callable[[ut.Group], int]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run(names: list[str]) -> dict[str, int]:
+    group = ut.init()
+    found = {}
+    for name in names:
+        found[name] = CHECKS[name](group)
+        group.fabric.settle()
+        group.barrier()
+        group.check()
+    return found
+
+
+def arguments(group: ut.Group, case: suite.Case) -> dict[str, Any]:
+    """This rank's, on its device; 64-bit tables as 32-bit ones, which hold the same small integers."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Shard):
+            return Shard(moved(value.weight), value.table, value.first_row, value.first_column)
+        if isinstance(value, torch.Tensor):
+            value = value.float() if value.dtype == torch.float64 else value
+            return value.to(group.device)
+        return (
+            [moved(one) for one in value]
+            if isinstance(value, list) and value and not isinstance(value[0], int)
+            else value
+        )
+
+    return {name: moved(value) for name, value in case.arguments(group.rank).items()}
+
+
+def wanted(group: ut.Group, case: suite.Case) -> torch.Tensor:
+    want = case.want(group.rank)
+    return (want.float() if want.dtype == torch.float64 else want).to(group.device)
+
+
+@check
+def random_problems(group: ut.Group) -> int:
+    """Every strategy in turn; results are kept, so that places run out."""
+    kept = []
+    for seed in range(24):
+        case = suite.Case.random(group.size, 500 + seed)
+        strategy = STRATEGIES[seed % len(STRATEGIES)]
+        y = ut.embedding_all_to_all(**arguments(group, case), group=group, strategy=strategy)
+        kept.append((strategy, seed, y, wanted(group, case)))
+    group.fabric.settle()
+    for strategy, seed, y, want in kept:
+        assert torch.equal(y, want), f"{strategy}, seed {seed}, rank {group.rank}"
+    return len(kept)
+
+
+@check
+def gradients(group: ut.Group) -> int:
+    """Of tables, dense, over peers and through the host."""
+    compared = 0
+    for number in range(6):
+        case = suite.Case.random(group.size, 900 + number)
+        case.dtype = torch.float32
+        case.tables = [one.float() for one in case.tables]
+        for_tables, _ = suite.wanted_gradients(case)
+        given = arguments(group, case)
+        leaves = [one.weight if isinstance(one, Shard) else one for one in given["tables"]]
+        for one in leaves:
+            one.requires_grad_()
+        y = ut.embedding_all_to_all(**given, group=group, strategy=("fused:peer", "signaled:dma")[number % 2])
+        first = sum(case.batches[: group.rank])
+        slope = suite.slope(sum(case.batches), y.shape[1])[first : first + len(y)]
+        y.backward(slope.float().to(group.device))
+        for one, (table, rows, columns) in zip(leaves, case.placed[group.rank], strict=True):
+            assert one.grad is not None
+            assert torch.equal(one.grad.double().cpu(), for_tables[table][rows, columns]), f"case {number}"
+            compared += 1
+    return compared
+
+
+@check
+def captured_calls(group: ut.Group) -> int:
+    """A graph of two calls, replayed on new values: the second replay must not pass with the first one's signals."""
+    if group.device.type != "cuda":
+        return 0
+    for strategy in ("fused:peer", "serial:peer", "signaled:dma"):
+        case = suite.Case.random(group.size, 77)
+        case.dtype, case.tables = torch.float32, [one.float() for one in case.tables]
+        given = arguments(group, case)
+        layout = ut.embedding_layout(given["tables"], group)
+        given |= {"layout": layout, "group": group, "strategy": strategy}
+        for _ in range(2):
+            ut.embedding_all_to_all(**given)
+        group.fabric.settle()
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            first = ut.embedding_all_to_all(**given)
+            second = ut.embedding_all_to_all(**given)
+        want = wanted(group, case)
+        for scale in (1, 2, 3):
+            for one in given["tables"]:
+                weight = one.weight if isinstance(one, Shard) else one
+                weight.mul_(scale)
+            want = want * scale
+            group.fabric.settle()
+            group.barrier()
+            graph.replay()
+            group.fabric.settle()
+            assert torch.equal(first, want), f"{strategy}: first, scale {scale}"
+            assert torch.equal(second, want), f"{strategy}: second, scale {scale}"
+    return 3
+
+
+@check
+def wrong_indices_read_nothing(group: ut.Group) -> int:
+    """Far outside the tables, without a check: they count as absent."""
+    table = torch.ones(8, 4, device=group.device)
+    samples = 3 * group.size
+    values = torch.tensor([1, 1 << 40, -5, 2], device=group.device).repeat(samples)
+    if group.device.type != "cuda":
+        return 0
+    offsets = torch.arange(0, 4 * samples + 1, 4, device=group.device)
+    y = ut.embedding_all_to_all([table], values, offsets, group=group, strategy="fused:peer")
+    assert torch.equal(y, torch.full_like(y, 2.0))
+    return 1

@@ -1,0 +1,171 @@
+"""The launches of `ops/embedding_cuda.py`, run by Triton's interpreter: several ranks in one process, one by one.
+
+The driver is not there: streams do what is enqueued at once, and signals are words of ordinary memory.
+`test_embedding_kernels.py` runs this file in a process of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import interpreted_move  # noqa: F401 - mends Triton's interpreter for this NumPy
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+_real = ctypes.CDLL
+
+
+class _NoDriver:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: 0
+
+
+ctypes.CDLL = lambda name, *rest, **more: _NoDriver() if "libcuda" in str(name) else _real(name, *rest, **more)  # type: ignore[assignment,misc]
+from undertow.kernels import embedding  # noqa: E402
+from undertow.ops import embedding_all_to_all, embedding_cuda  # noqa: E402
+from undertow.ops.bags import Bags  # noqa: E402
+from undertow.plan.bags import Layout, Piece, completed, slices  # noqa: E402
+from undertow.plan.defaults import default_plan  # noqa: E402
+from undertow.plan.problem import Problem  # noqa: E402
+
+ctypes.CDLL = _real  # type: ignore[misc]
+PLACES, POISON = 2, 99.0
+
+
+@triton.jit
+def _stored(pointer, value):
+    tl.store(pointer, value)
+
+
+@pytest.fixture(autouse=True)
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedding, "signal_set", _stored)
+    monkeypatch.setattr(embedding_cuda, "device_table", lambda fabric, key, make: torch.from_numpy(make()))
+    monkeypatch.setattr(embedding_cuda.stream_memory, "current_stream", lambda device: 0)
+    monkeypatch.setattr(embedding_cuda, "counters", lambda fabric, count: torch.zeros(count * 32, dtype=torch.int32))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+class Node:
+    """All ranks' bags, places and words."""
+
+    def __init__(self, batches: list[int], dims: list[list[int]], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.size, self.batches, samples = len(batches), batches, sum(batches)
+        held, count = [], 0
+        self.tables: list[list[torch.Tensor]] = []
+        self.values, self.offsets = [], []
+        for widths in dims:
+            tables = [torch.randint(-3, 4, (6, one), generator=generator).float() for one in widths]
+            lengths = torch.randint(0, 4, (len(tables) * samples,), generator=generator)
+            self.values.append(torch.randint(0, 6, (int(lengths.sum()),), generator=generator))
+            self.offsets.append(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+            held.append(tuple(Piece(count + k, 6, one) for k, one in enumerate(widths)))
+            count += len(tables)
+            self.tables.append(tables)
+        self.layout = Layout(tuple(held))
+        rows = max(batches) * self.layout.room
+        self.distance = -(-rows * 4 // 128) * 128
+        self.places = [torch.full((PLACES * self.distance // 4,), POISON) for _ in batches]
+        self.words = [torch.zeros(self.size * 17 * 32, dtype=torch.int32) for _ in batches]
+        self.chosen = [(rank + seed) % PLACES for rank in range(self.size)]
+
+    def bags(self, rank: int) -> Bags:
+        held = self.layout.held[rank]
+        return Bags(
+            tuple(self.tables[rank]), held, self.values[rank], self.offsets[rank], None, "sum", sum(self.batches)
+        )
+
+    def result(self, rank: int) -> embedding_cuda.Result:
+        """As `Exchange.take` and `begin` leave it."""
+        for other in range(self.size):
+            self.words[rank][32 * other] = self.chosen[other] + 1
+        exchange = SimpleNamespace(
+            signal=lambda to, parcel: self.words[to].data_ptr() + 128 * (self.size + rank * 16 + parcel),
+            choice=lambda to: self.words[rank].data_ptr() + 128 * to,
+        )
+        base = [one.data_ptr() for one in self.places]
+        return embedding_cuda.Result(
+            exchange,
+            base,
+            self.distance,
+            self.chosen[rank],
+            self.layout,
+            self.whole(rank),  # type: ignore[arg-type]
+        )
+
+    def whole(self, rank: int) -> torch.Tensor:
+        first = self.chosen[rank] * self.distance // 4
+        rows = self.batches[rank]
+        return self.places[rank][first : first + rows * self.layout.room].view(rows, self.layout.room)
+
+    def fabric(self, rank: int) -> Any:
+        return SimpleNamespace(
+            group=SimpleNamespace(rank=rank, size=self.size), multiprocessors=1, kept={}, device=torch.device("cpu")
+        )
+
+    def check(self, parcels: int) -> None:
+        want = embedding_all_to_all.reference(self.tables, self.values, self.offsets, self.batches)
+        for rank in range(self.size):
+            assert torch.equal(self.whole(rank), want[rank]), f"rank {rank}"
+            others = [one for one in range(PLACES) if one != self.chosen[rank]]
+            for place in others:
+                first = place * self.distance // 4
+                assert (self.places[rank][first : first + self.distance // 4] == POISON).all()
+            for source in range(self.size):
+                wanted = int(source != rank and bool(self.tables[source]) and self.batches[rank] > 0)
+                for parcel in range(parcels):
+                    assert int(self.words[rank][32 * (self.size + source * 16 + parcel)]) == wanted
+
+
+NODES = [([3, 5, 2], [[8, 4], [], [12]]), ([4, 0], [[4], [4, 8, 4]]), ([2, 2, 2, 2], [[4], [8], [], [4, 4]])]
+
+
+@pytest.mark.parametrize("number", range(len(NODES)))
+def test_fused(number: int) -> None:
+    node = Node(*NODES[number], seed=number)
+    for rank in range(node.size):
+        problem = Problem.of(
+            "embedding_all_to_all", sum(node.batches), max(node.layout.sent), 2, dtype="float32", ranks=node.size,
+            device="cuda", multiprocessors=1, shards=node.batches,
+        )  # fmt: skip
+        plan = completed(default_plan(problem, "fused", "peer"), node.layout.dims, 4, 2)
+        result = node.result(rank)
+        lookup = embedding_cuda.Lookup(node.fabric(rank), node.bags(rank), plan, node.layout.columns[rank])
+        lookup.pool(result.slices(slices(node.batches, plan, rank), rank))
+        if lookup.fabric.kept:
+            assert all(not one.any() for one in lookup.fabric.kept[id(embedding_cuda._TICKETS)].values())
+    node.check(1)
+
+
+@pytest.mark.parametrize("grain", ["serial", "chunked", "signaled"])
+def test_pooled_first_and_spread(grain: str) -> None:
+    node = Node([3, 5, 2], [[8, 4], [], [12]], seed=5)
+    for rank in range(node.size):
+        problem = Problem.of(
+            "embedding_all_to_all", sum(node.batches), max(node.layout.sent), 2, dtype="float32", ranks=node.size,
+            device="cuda", multiprocessors=1, shards=node.batches,
+        )  # fmt: skip
+        plan = completed(default_plan(problem, grain, "peer"), node.layout.dims, 4, 2)
+        bags, result, fabric = node.bags(rank), node.result(rank), node.fabric(rank)
+        buffer = torch.full((bags.samples, bags.width), POISON)
+        owned: list[int] = []
+        product = embedding_cuda.CudaPooling(
+            fabric, bags, node.batches, plan, buffer, lambda owned=owned: owned.append(1)
+        )
+        product.start()
+        for parcel in range(len(plan.parcels)):
+            product.reach(parcel)
+        assert len(owned) == 1
+        lookup = embedding_cuda.Lookup(fabric, bags, plan, node.layout.columns[rank])
+        leaving = slices(node.batches, plan, rank)
+        if grain == "signaled" and bags.tables:
+            assert all(int(product._words[32 * number]) == 1 for number in range(len(leaving)))
+        lookup.spread(result.slices(leaving, rank, buffer), buffer)
+    want = embedding_all_to_all.reference(node.tables, node.values, node.offsets, node.batches)
+    for rank in range(node.size):
+        assert torch.equal(node.whole(rank), want[rank])

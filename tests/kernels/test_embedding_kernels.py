@@ -1,0 +1,91 @@
+"""The pooled lookup: wide loads all asked for at once, no spills, a signal that covers the slice; its arithmetic."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ptx import TARGETS, CompiledKernel, check_acquire_order, check_release_order, compile_kernel
+
+from undertow.kernels import embedding
+from undertow.plan.bags import completed, kernel_shape
+from undertow.plan.plan import SLICES, Plan
+
+NIGHTLY_TARGETS = [one if one == "sm_90" else pytest.param(one, marks=pytest.mark.nightly) for one in TARGETS]
+SIZES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
+
+
+def compiled(
+    dtype: str = "*fp32", dim: int = 128, length: float = 10, target: str = "sm_90", **changes: Any
+) -> CompiledKernel:
+    """As `ops/embedding_cuda.py` launches it for tables of one dim."""
+    plan = completed(Plan("fused", "peer", ((0, 8),), order=SLICES), [dim], SIZES[dtype], length)
+    shape = kernel_shape(plan, SIZES[dtype])
+    options = shape.options()
+    warps = options.pop("num_warps")
+    constants = {
+        **options, "ALIGNMENT": 16 // SIZES[dtype], "MEAN": False, "WEIGHTS": False, "WHOLE": True,
+        **changes,
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("slices", "tables", "values", "offsets"), "*i64"), "like": dtype, "weights": "*fp32",
+        "tickets": "*i32", "slice_count": "i32", "value_count": "i64",
+        "origin": "i64",
+    }  # fmt: skip
+    return compile_kernel(embedding.pool_kernel, types, constants, target, warps, maxnreg=shape.registers)
+
+
+def spread(dtype: str = "*fp32", target: str = "sm_90") -> CompiledKernel:
+    constants = {"BAGS": 16, "COLUMNS": 128, "ALIGNMENT": 16 // SIZES[dtype]}
+    types = {"like": dtype, "slices": "*i64", "tables": "*i64", "tickets": "*i32", "slice_count": "i32",
+             "origin": "i64"}  # fmt: skip
+    return compile_kernel(embedding.spread_kernel, types, constants, target)
+
+
+@pytest.mark.parametrize("dtype", list(SIZES)[:2])
+@pytest.mark.parametrize("length", [1, 2, 70])
+@pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.nightly), 128, 256])
+def test_16_bytes_at_a_time_and_nothing_is_spilled(dtype: str, length: float, dim: int) -> None:
+    made = compiled(dtype, dim, length)
+    assert made.spills == 0
+    shape = kernel_shape(
+        completed(Plan("fused", "peer", ((0, 8),), order=SLICES), [dim], SIZES[dtype], length), SIZES[dtype]
+    )
+    assert made.registers <= shape.registers
+    rows = shape.ahead * shape.bags * dim * SIZES[dtype] // (128 * 16)  # loads of a thread for one step
+    assert made.ptx.count("ld.global.v4") == rows
+    narrow = re.findall(r"st\.global\.b(?:16|32)\b|st\.global\.v2", made.ptx)
+    assert narrow == ["st.global.b32"], "only the ticket is stored by itself"
+
+
+@pytest.mark.parametrize("target", NIGHTLY_TARGETS)
+@pytest.mark.parametrize("kernel", ["pool", "weighted mean", "any dims", "spread"])
+def test_the_signal_covers_the_slice(kernel: str, target: str) -> None:
+    """Every store of a slice, a barrier, an acquire-release ticket, and the last one's release at system scope."""
+    changes: dict[str, dict[str, Any]] = {
+        "pool": {}, "weighted mean": {"WEIGHTS": True, "MEAN": True}, "any dims": {"WHOLE": False, "ALIGNMENT": 1},
+    }  # fmt: skip
+    made = spread(target=target) if kernel == "spread" else compiled(target=target, **changes[kernel])
+    assert check_release_order(made.ptx) == []
+    assert check_acquire_order(made.ptx) == []
+    assert (
+        made.ptx.count("atom.global.sys.acq_rel")
+        + made.ptx.count("atom.acq_rel.sys")
+        + made.ptx.count("atom.global.acq_rel.sys")
+        == 1
+    ), [line for line in made.ptx.splitlines() if "atom" in line]
+    assert made.ptx.count("st.release.sys.global.b32") == 1
+
+
+@pytest.mark.parametrize("name", ["interpreted_embedding.py", "interpreted_embedding_ops.py"])
+def test_arithmetic(name: str) -> None:
+    folder = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -1,0 +1,76 @@
+"""embedding_all_to_all in real ranks: exact whatever the strategy and the plan, and clear about bad input."""
+
+from __future__ import annotations
+
+import embedding_suite as suite
+import embedding_targets as targets
+import pytest
+
+import undertow as ut
+
+SEED = 7
+RANKS = (2, 3, 4)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_random_jagged_problems_are_exact(ranks: int) -> None:
+    shards = ut.launch(suite.run, ranks, device="cpu", args=(SEED + ranks, 60))
+    assert len(set(shards)) == 1
+    assert 10 < shards[0] < 50
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, *RANKS, 8])
+def test_many_random_jagged_problems_are_exact(ranks: int) -> None:
+    ut.launch(suite.run, ranks, device="cpu", args=(SEED * ranks + 1, 800))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gradients_are_exact(ranks: int) -> None:
+    assert min(ut.launch(suite.gradients, ranks, device="cpu", args=(SEED + ranks, 16))) > 4
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [1, *RANKS])
+def test_many_gradients_are_exact(ranks: int) -> None:
+    ut.launch(suite.gradients, ranks, device="cpu", args=(SEED * ranks, 200))
+
+
+def test_as_torch_does_it() -> None:
+    """embedding_bag, then torch.distributed's all_to_all_single; gradients by autograd through both."""
+    assert ut.launch(targets.beside_torch, 3, device="cpu") == [True] * 3
+
+
+def test_what_is_kept_between_calls() -> None:
+    """Results of earlier calls stay as they are; `out` is filled; the plan and the reason can be read."""
+    for said in ut.launch(targets.kept_results, 2, device="cpu"):
+        assert "embedding_all_to_all(" in said
+        assert "fused:peer" in said
+
+
+def test_adagrad_steps_rows() -> None:
+    assert ut.launch(targets.adagrad, 2, device="cpu") == [True, True]
+
+
+def test_bad_input_is_one_sentence_and_the_group_goes_on() -> None:
+    for found in ut.launch(targets.refused, 2, device="cpu", deadline=20):
+        for name, words in targets.SAID.items():
+            for word in words:
+                assert word in found[name], f"{name}: {found[name]}"
+            assert found[name].count(". ") == 0
+            assert found[name].endswith(".")
+
+
+def test_ranks_that_disagree_hear_of_it() -> None:
+    found = ut.launch(targets.disagreeing, 2, device="cpu", deadline=20)
+    for said in found:
+        assert "samples of every table" in said["samples"]
+        assert "float64" in said["dtypes"]
+        assert "disagree" in said["batches"]
+        assert "meet without gap" in said["rows with a gap"]
+
+
+def test_auto_chooses_and_says_why() -> None:
+    for said in ut.launch(targets.chosen, 2, device="cpu"):
+        assert "asked for 'auto'" in said
+        assert "serial:" in said
