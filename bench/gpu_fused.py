@@ -478,8 +478,11 @@ def odd(bench: Bench) -> list[str]:
 
 
 def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
-    began = time.perf_counter()
+    started = time.perf_counter()
     bench = Bench(options)
+    began = time.perf_counter()  # a cold start takes as long as dozens of shapes
+    if bench.group.rank == 0:
+        print(f"{bench.size} ranks are up after {began - started:.1f} s", flush=True)
     found: list[dict[str, Any]] = []
 
     def late() -> bool:
@@ -515,7 +518,9 @@ def main() -> None:
     parser.add_argument("--loaders", default="2,8")
     parser.add_argument("--decode", default="", help="block_n/split of further decode plans, as 128/2,128/1")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", default="32,8", help="for each number of ranks: no shape is begun later")
+    parser.add_argument(
+        "--seconds", default="32,8", help="for each number of ranks, from when they are up: no shape is begun later"
+    )
     parser.add_argument("--guarded", action="store_true", help="also as the operators call it, watched")
     parser.add_argument("--no-odd", action="store_true", help="leave out the operators on odd shapes")
     parser.add_argument("--out", type=Path)

@@ -27,7 +27,7 @@ numbers; each call clears the other one, which nobody uses before the next call 
 import triton
 import triton.language as tl
 
-from .gemm import ENTRY, _product, _store
+from .gemm import ENTRY, multiply, store_tile
 from .signals import proxy_fence, signal_set, signal_wait_all
 
 LINE = tl.constexpr(32)  # 32-bit words of a band's line: one for each part of its columns
@@ -111,8 +111,8 @@ def fused_gather_kernel(
         following = tl.atomic_add(counter, 1, sem="relaxed")
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        total = _product(mine, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
-        _store(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        total = multiply(mine, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         position = following
     while position < tiles:
         following = tl.atomic_add(counter, 1, sem="relaxed")
@@ -121,7 +121,7 @@ def fused_gather_kernel(
         line = tl.load(entry + 6).to(tl.int32)
         signal_wait_all(words + line * LINE, epoch, parts, -1, abort, error, deadline_ns)
         proxy_fence()
-        total = _product(gathered, b, turn_row + row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
-        _store(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        total = multiply(gathered, b, turn_row + row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         position = following
     tl.store(epochs + program, epoch)

@@ -38,7 +38,7 @@ import triton
 import triton.language as tl
 
 from .combine import activated
-from .gemm import ENTRY, _halves, _product
+from .gemm import ENTRY, halves, multiply
 from .signals import signal_wait_all
 
 LINE = tl.constexpr(32)  # 32-bit words of a tile's line: one for each source
@@ -85,7 +85,7 @@ def _put(c, tile, turn, row, column):
     """A tile into a peer's slot, in two halves: staging memory for a whole one would not fit."""
     ROWS: tl.constexpr = tile.shape[0]
     WIDTH: tl.constexpr = tile.shape[1] // 2
-    left, right = _halves(tile)
+    left, right = halves(tile)
     c.store([turn, row, column], tl.reshape(left.to(c.dtype), (1, ROWS, WIDTH)))
     c.store([turn, row, column + WIDTH], tl.reshape(right.to(c.dtype), (1, ROWS, WIDTH)))
 
@@ -217,7 +217,7 @@ def fused_scatter_kernel(
     for position in tl.range(program, here, programs, flatten=True):
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        total = _product(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
         entry = table + stored * ENTRY
         # The word of the tile before, whose bulk stores have long arrived.

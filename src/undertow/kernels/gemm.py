@@ -64,7 +64,7 @@ def _count(counter, BULK: tl.constexpr):
 
 
 @triton.jit
-def _halves(tile):
+def halves(tile):
     """The left and the right half of a tile's columns."""
     ROWS: tl.constexpr = tile.shape[0]
     COLUMNS: tl.constexpr = tile.shape[1]
@@ -96,7 +96,7 @@ def _store_part(
 
 
 @triton.jit
-def _store(
+def store_tile(
     out, c, bias, tile, entry, PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -105,21 +105,21 @@ def _store(
     if PARTS == 1:
         _store_part(out, c, bias, tile, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
     else:
-        left, right = _halves(tile)
+        left, right = halves(tile)
         if PARTS == 2:
             _store_part(out, c, bias, left, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
             _store_part(out, c, bias, right, entry, WIDTH, BULK, EVEN, BIAS, ACTIVATION)
         else:
-            first, second = _halves(left)
+            first, second = halves(left)
             _store_part(out, c, bias, first, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
             _store_part(out, c, bias, second, entry, WIDTH, BULK, EVEN, BIAS, ACTIVATION)
-            third, fourth = _halves(right)
+            third, fourth = halves(right)
             _store_part(out, c, bias, third, entry, 2 * WIDTH, BULK, EVEN, BIAS, ACTIVATION)
             _store_part(out, c, bias, fourth, entry, 3 * WIDTH, BULK, EVEN, BIAS, ACTIVATION)
 
 
 @triton.jit
-def _product(
+def multiply(
     a, b, row, column, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -158,13 +158,13 @@ def gemm_kernel(
     for position in tl.range(program, tiles, programs, flatten=True):
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        total = _product(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
         entry = table + stored * ENTRY
         if SIGNAL and DEFER:
             if stored != program:
                 _count(finished, BULK)
-        _store(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         finished = counters + tl.load(entry + 6).to(tl.int32) * WORD
         if SIGNAL and not DEFER:
             _count(finished, BULK)
@@ -201,11 +201,11 @@ def fetching_gemm_kernel(
             if status == ARRIVED:
                 status = signal_wait(counter, 1, abort, deadline_ns)
                 proxy_fence()
-        total = _product(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         if SIGNAL and DEFER:
             if tiles_here > 0:
                 _count(finished, BULK)
-        _store(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         if SIGNAL and not DEFER:
             _count(counter, BULK)
         finished = counter
@@ -253,7 +253,7 @@ def plain_gemm_kernel(
             total = tl.dot(x, w, total, input_precision="ieee")
             a_pointers += BLOCK_K * a_column
             b_pointers += BLOCK_K * b_row
-        _store(out, out, bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
+        store_tile(out, out, bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
         if SIGNAL:
             _count(counter, False)
     if status != ARRIVED:

@@ -38,7 +38,7 @@ _TABLES, _COUNTERS, _CAPTURED = object(), object(), object()  # names of what is
 
 
 @dataclass(frozen=True, slots=True)
-class _Factor:
+class Factor:
     """A matrix whose rows are contiguous, perhaps after a transposition."""
 
     tensor: torch.Tensor
@@ -158,7 +158,7 @@ class CudaTileProduct(Product):
         ends = (guard.abort, guard.error, int(self._fabric.group.deadline * 1e9))
         grid = (max(1, min(tiles, self._plan.share.multiprocessors or self._fabric.multiprocessors)),)
         given = self._buffer if bias is None else bias.contiguous()
-        x, w = _Factor(_rows_contiguous(self._x), False), _as_factor(self._w)
+        x, w = Factor(rows_contiguous(self._x), False), as_factor(self._w)
         kernel: Any
         if x.tensor.dtype in _HALVES and x.bulk and w.bulk and _has_tma(self._fabric.device) and block_m in _BLOCK_K:
             block_k = _BLOCK_K[block_m]
@@ -238,17 +238,17 @@ def counters(fabric: CudaFabric, parcels: int) -> torch.Tensor:
     return found
 
 
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _as_factor(w: torch.Tensor) -> _Factor:
+def as_factor(w: torch.Tensor) -> Factor:
     """w [K, N] as it lies: by rows, by columns, or copied."""
     if w.stride(1) == 1:
-        return _Factor(w, False)
+        return Factor(w, False)
     if w.stride(0) == 1:
-        return _Factor(w.t(), True)
-    return _Factor(w.contiguous(), False)
+        return Factor(w.t(), True)
+    return Factor(w.contiguous(), False)
 
 
 def _has_tma(device: torch.device) -> bool:

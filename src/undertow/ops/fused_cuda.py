@@ -21,7 +21,7 @@ from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric, CudaStream
 from ..plan import fused
-from .cuda_product import _as_factor, _Factor, _rows_contiguous, device_table
+from .cuda_product import Factor, as_factor, device_table, rows_contiguous
 from .finish import ACTIVATIONS, Finish
 
 if TYPE_CHECKING:
@@ -236,9 +236,9 @@ def _finishing(finish: Finish, y: torch.Tensor) -> tuple[torch.Tensor, dict[str,
     return given, {"BIAS": bias is not None, "ACTIVATION": ACTIVATIONS.index(activation)}
 
 
-def _factors(x: torch.Tensor, w: torch.Tensor) -> tuple[_Factor, _Factor]:
+def _factors(x: torch.Tensor, w: torch.Tensor) -> tuple[Factor, Factor]:
     """x [M, K] and w [K, N] as TMA can read them. Where they do not lie so, they are copied, K padded with zeros."""
-    a, b = _Factor(_rows_contiguous(x), False), _as_factor(w)
+    a, b = Factor(rows_contiguous(x), False), as_factor(w)
     if a.bulk and b.bulk:
         return a, b
     inner = max(_ALIGNED, -(-x.shape[1] // _ALIGNED) * _ALIGNED)
@@ -246,11 +246,11 @@ def _factors(x: torch.Tensor, w: torch.Tensor) -> tuple[_Factor, _Factor]:
     if not a.bulk or inner != x.shape[1]:
         copied = x.new_zeros(x.shape[0], inner)
         copied[:, : x.shape[1]] = x
-        a = _Factor(copied, False)
+        a = Factor(copied, False)
     if not b.bulk or inner != x.shape[1]:
         copied = w.new_zeros(inner, wide)
         copied[: w.shape[0], : w.shape[1]] = w
-        b = _Factor(copied[:, : w.shape[1]], False)
+        b = Factor(copied[:, : w.shape[1]], False)
     return a, b
 
 
@@ -260,7 +260,7 @@ def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
     return TensorDescriptor.from_tensor(tensor, block)
 
 
-def _block_b(b: _Factor, block_n: int) -> list[int]:
+def _block_b(b: Factor, block_n: int) -> list[int]:
     return [block_n, _BLOCK_K] if b.transposed else [_BLOCK_K, block_n]
 
 

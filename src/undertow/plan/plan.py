@@ -58,9 +58,9 @@ class Plan:
     - `order` is how tiles follow each other, `own_last` whether those a rank keeps come last in each parcel;
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
 
-    fused: each tile is a parcel of its own, so `parcels` is what the whole covers, [(0, tiles)]. `tile`, `group_bands`
-    as above; `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns;
-    `split` is for few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange.
+    fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
+    `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
+    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
     fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
