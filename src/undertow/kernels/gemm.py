@@ -174,46 +174,31 @@ def gemm_kernel(
 
 
 @triton.jit(do_not_specialize=_BULK_ARGUMENTS)
-def fetching_gemm_kernel(
+def waiting_gemm_kernel(
     a, b, c, out, bias, table, counters, tiles: tl.int32, inner: tl.int32, next_tile, abort, error,
     deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, SIGNAL: tl.constexpr, DEFER: tl.constexpr,
-    WAITS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """The same, but a CTA that is ready takes the next tile that nobody has: `next_tile` counts those taken, from 0.
+    """The same for tiles that wait for rows of `a`, whose loads must not run ahead of the wait; nothing is counted.
 
-    For a GPU that is shared: a CTA that finds no SM for a while then holds back no tile of an early parcel. And
-    (WAITS) for tiles that wait for rows of `a`, whose loads must not run ahead of the wait. The fetch is relaxed: it
-    carries nothing but the number.
+    A CTA that is ready takes the next tile that nobody has: `next_tile` counts those taken, from 0. The fetch is
+    relaxed: it carries nothing but the number.
     """
     steps = tl.cdiv(inner, BLOCK_K)
     status = 0
-    finished = counters
-    tiles_here = 0
     position = tl.atomic_add(next_tile, 1, sem="relaxed")
     while position < tiles:
         following = tl.atomic_add(next_tile, 1, sem="relaxed")
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         counter = counters + tl.load(entry + 6).to(tl.int32) * WORD
-        if WAITS:
-            if status == ARRIVED:
-                status = signal_wait(counter, 1, abort, deadline_ns)
-                proxy_fence()
+        if status == ARRIVED:
+            status = signal_wait(counter, 1, abort, deadline_ns)
+            proxy_fence()
         total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
-        if SIGNAL and DEFER:
-            if tiles_here > 0:
-                _count(finished, BULK)
         store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
-        if SIGNAL and not DEFER:
-            _count(counter, BULK)
-        finished = counter
-        tiles_here += 1
         position = following
-    if SIGNAL and DEFER:
-        if tiles_here > 0:
-            _count(finished, BULK)
     if status != ARRIVED:
         report_error(error, status)
 

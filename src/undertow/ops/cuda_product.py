@@ -151,7 +151,7 @@ class CudaTileProduct(Product):
         tiles, inner = self._table.shape[0], self._x.shape[1]
         bias = self._finish.bias if self._finish is not None else None
         shared: dict[str, Any] = {
-            "SIGNAL": not self.waits_for_rows, "BIAS": bias is not None,
+            "BIAS": bias is not None,
             "ACTIVATION": ACTIVATIONS.index(self._finish.activation) if self._finish is not None else 0,
             "BLOCK_M": block_m, "BLOCK_N": block_n, "EVEN": self._even,
         }  # fmt: skip
@@ -174,19 +174,20 @@ class CudaTileProduct(Product):
             )  # fmt: skip
             constants = {
                 "BLOCK_K": block_k, "TRANSPOSED": w.transposed, "PARTS": parts, "BULK": self._bulk_stores,
-                "DEFER": self._bulk_stores, "num_warps": 8, "num_stages": 4,
+                "num_warps": 8, "num_stages": 4,
             }  # fmt: skip
             if self.waits_for_rows:
-                kernel = gemm.fetching_gemm_kernel
-                kernel[grid](*arguments, self._fetched, *ends, WAITS=self.waits_for_rows, **constants, **shared)
+                kernel = gemm.waiting_gemm_kernel
+                kernel[grid](*arguments, self._fetched, *ends, **constants, **shared)
             else:
                 kernel = gemm.gemm_kernel
-                kernel[grid](*arguments, **constants, **shared)
+                kernel[grid](*arguments, SIGNAL=True, DEFER=self._bulk_stores, **constants, **shared)
             return
         kernel = gemm.plain_gemm_kernel
         kernel[grid](
             self._x, self._w, self._buffer, given, self._table, self._counters, tiles, inner, *self._x.stride(),
             *self._w.stride(), *ends, BLOCK_K=32, PARTS=2 if block_n <= 128 else 4, WAITS=self.waits_for_rows,
+            SIGNAL=not self.waits_for_rows,
             num_warps=8 if block_m * block_n > 128 * 64 else 4, num_stages=2, **shared,
         )  # fmt: skip
 
