@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import c3_targets as targets
 import pytest
+import torch
 
 import undertow as ut
 from undertow.c3.characterise import Result
@@ -21,7 +22,8 @@ def test_every_collective_by_copies_is_exact() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_collective_by_copies_at_all_sizes(ranks: int) -> None:
-    launched(targets.copied, ranks, ("dma", "net", "peer"), (1, 7, 4096, 300_000, 3_000_001), targets.NUMBERS)
+    launched(targets.copied, ranks, ("dma", "net", "peer"), (1, 7, 4099), (*targets.NUMBERS, *targets.OTHERS))
+    launched(targets.copied, ranks, ("dma",), (3_000_001,), (torch.float32, torch.uint8))
 
 
 @pytest.mark.nightly

@@ -37,7 +37,7 @@ def test_a_small_grid(tmp_path: Path) -> None:
     assert "mean share of the ideal speed-up" in said
     assert "fitted on half of the scenarios" in said
     found = json.loads(out.read_text())
-    assert [one["scenario"]["lane"] for one in found["scenarios"]] == ["peer", "dma"] * 2
+    assert [one["scenario"]["lane"] for one in found["scenarios"]] == ["peer", "peer", "dma", "dma"]
     assert {one["label"] for one in found["scenarios"]} <= {"G-long", "C-long", "GC-equal"}
     assert all(one["wrong"] == 0 for result in found["scenarios"] for one in result["together"].values())
     assert found["published_share"]["base"] == 0.21

@@ -59,13 +59,14 @@ class Variant:
         return joined if self.parcel == inf else f"{joined}, parcels of {int(self.parcel) >> 10} KiB"
 
 
-# By the longest piece. Small ones are all latency: one batch. Large ones: a lane that puts bytes in their place cuts
-# them itself, in chunks that fit its ring; one that needs places of its own gets parcels, so that those stay small.
-# What is summed is cut earlier, as a sum can start only when its parcel is there.
+# By the longest piece. A lane that puts bytes in their place cuts them itself, in chunks that fit its ring; one that
+# needs places of its own gets parcels, so that those stay small. Measured over the host link of an H200, 4 ranks: one
+# batch beats one copy for each peer by 1.3 to 1.5 in an all_gather of any size, and up to 256 KiB in an all_to_all
+# (above, the two are within 5%); an all_reduce in one parcel beats parcels of 2 MiB, by 1.1 at 4 MiB and 1.4 at 16.
 MOVED = {True: (Variant(inf, inf),), False: (Variant(1 << 20, inf), Variant(inf, 1 << 20))}
 SUMMED = {
     "cpu": (Variant(1 << 20, inf), Variant(inf, 1 << 20)),
-    "cuda": (Variant(2 << 20, inf), Variant(16 << 20, 2 << 20), Variant(inf, 8 << 20)),
+    "cuda": (Variant(16 << 20, inf), Variant(inf, 16 << 20)),
 }
 
 
