@@ -59,9 +59,12 @@ def name_of(group: Group | dist.ProcessGroup | DeviceMesh | str | None) -> str:
     return str(_found_name(group))
 
 
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _found_name(group: dist.ProcessGroup | DeviceMesh | None) -> str:
     return as_group(group).name
+
+
+# What torch._dynamo.assume_constant_result does, without the second that importing it takes in every rank.
+_found_name._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def held(one: Plan | Program | None) -> str:
