@@ -351,3 +351,45 @@ def check_acquire_order(ptx: str) -> list[str]:
                 if kind == "acquire, other proxy" and _is_bulk_load(at):
                     found.append(f"{at}: no fence.proxy.async since the acquire, {code[origin]}")
     return found
+
+
+def check_after_bulk_stores(ptx: str, release: str, dimensions: str) -> int:
+    """How many releases of a tile that left by TMA there are; fails where one does not cover all its bulk stores.
+
+    Leaders of the first warps complete their own stores, the warps meet, one releases. Which warps' leaders issue
+    stores is read from the stores' guards: an elected thread below a bound, which must be among those that meet.
+    """
+    found = re.findall(
+        r"setp\.ge\.u32 other, thread, (\d+);\s*@other bra END;\s*elect\.sync _\|leader, 0xffffffff;\s*"
+        r"@!leader bra MEET;\s*cp\.async\.bulk\.wait_group 0;\s*fence\.proxy\.async;\s*MEET:\s*"
+        r"barrier\.sync 15, (\d+);\s*setp\.ge\.u32 other, thread, 32;\s*@other bra END;\s*@!leader bra END;\s*"
+        rf"{release}",
+        ptx,
+    )
+    assert found, "no release completes the bulk stores first"
+    stores = re.findall(rf"@(%p\d+) cp\.async\.bulk\.tensor\.{dimensions}\.global", ptx)
+    assert stores
+    for guard in stores:
+        parts = re.search(rf"and\.pred\s+{guard}, (%p\d+), (%p\d+);", ptx)
+        assert parts is not None, f"{guard} is not a conjunction"
+        elected = [one for one in parts.groups() if re.search(rf"elect\.sync\s+%r\d+\|{one}, -1;", ptx)]
+        assert elected, guard
+        (other,) = set(parts.groups()) - set(elected)
+        bound = _threads_below(ptx, other)
+        for covered, met in found:
+            assert bound <= int(covered) == int(met), f"threads below {bound} store, those below {covered} complete"
+    return len(found)
+
+
+def _threads_below(ptx: str, predicate: str) -> int:
+    """The bound of the threads for which a predicate holds, which the compiler writes in one of two ways."""
+    below = re.search(rf"setp\.lt\.u32\s+{predicate}, %r\d+, (\d+);", ptx)
+    if below is not None:
+        return int(below[1])
+    masked = re.search(rf"setp\.eq\.b32\s+{predicate}, (%r\d+), 0;", ptx)
+    assert masked is not None, f"{predicate} is no bound of threads"
+    mask = re.search(rf"and\.b32\s+{masked[1]}, %r\d+, (\d+);", ptx)
+    assert mask is not None, f"{masked[1]} is no mask of threads"
+    bits = int(mask[1])
+    assert bits | ((bits & -bits) - 1) == 255, "all bits of a thread's number from one on"
+    return bits & -bits

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from ptx import CompiledKernel, check_acquire_order, check_release_order, compile_kernel
+from ptx import CompiledKernel, check_acquire_order, check_after_bulk_stores, check_release_order, compile_kernel
 
 from undertow.kernels.fused_decode import fused_decode_kernel
 from undertow.kernels.fused_gather import fused_gather_kernel
@@ -68,19 +68,8 @@ def decode(rows: int, at_once: int, ranks: int = 4, **changes: Any) -> CompiledK
 
 
 def check_bulk_words(ptx: str) -> None:
-    """Every tile's word is released by the thread that issued its bulk stores, after their completion and a fence."""
-    words = re.findall(
-        r"setp\.ge\.u32 other, thread, 32;\s*@other bra END;\s*elect\.sync _\|leader, 0xffffffff;\s*"
-        r"@!leader bra END;\s*cp\.async\.bulk\.wait_group 0;\s*fence\.proxy\.async;\s*st\.release\.sys",
-        ptx,
-    )
-    assert len(words) >= 2, "in the loop, and after it for the last tile"
-    stores = re.findall(r"@(%p\d+) cp\.async\.bulk\.tensor\.3d\.global", ptx)
-    assert stores
-    for guard in stores:  # the first warp's elected thread, as in the words
-        parts = re.search(rf"and\.pred\s+{guard}, (%p\d+), (%p\d+);", ptx)
-        assert parts is not None, f"{guard} is not a conjunction"
-        assert any(re.search(rf"elect\.sync\s+%r\d+\|{one}, -1;", ptx) for one in parts.groups()), guard
+    """Every tile's word is released after all threads that issued its bulk stores completed them and met."""
+    assert check_after_bulk_stores(ptx, r"st\.release\.sys", r"3d") >= 2, "in the loop, and after it for the last tile"
 
 
 def test_a_tile_arrives_before_its_word() -> None:
@@ -101,7 +90,7 @@ def unordered_loads(ptx: str) -> list[str]:
 def test_partials_are_read_after_they_were_waited_for() -> None:
     ptx = scatter().ptx
     assert unordered_loads(ptx) == []
-    spoiled = re.sub(r"JOIN:\n\s*barrier\.sync 0;", "JOIN:", ptx)
+    spoiled = re.sub(r"JOIN:\n\s*barrier\.red\.or\.pred failed, 0, failed;", "JOIN:", ptx)
     assert spoiled != ptx
     assert unordered_loads(spoiled) != []
 

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ptx import TARGETS, CompiledKernel, check_acquire_order, check_release_order, compile_kernel
+from ptx import (
+    TARGETS,
+    CompiledKernel,
+    check_acquire_order,
+    check_after_bulk_stores,
+    check_release_order,
+    compile_kernel,
+)
 
 from undertow.kernels import gemm
 
@@ -50,20 +57,9 @@ def plain(dtype: str, block: tuple[int, int, int], target: str, **changes: Any) 
 
 
 def check_bulk_release(ptx: str) -> None:
-    """Every count follows, in the thread that issued the tile's bulk stores, their completion and a proxy fence."""
-    counts = re.findall(
-        r"setp\.ge\.u32 other, thread, 32;\s*@other bra END;\s*elect\.sync _\|leader, 0xffffffff;\s*"
-        r"@!leader bra END;\s*cp\.async\.bulk\.wait_group 0;\s*fence\.proxy\.async;\s*red\.release\.gpu",
-        ptx,
-    )
-    assert counts, "no count completes the bulk stores first"
-    assert len(counts) == len(re.findall(r"\bred\.release", ptx)), "a count does not complete the bulk stores first"
-    stores = re.findall(r"@(%p\d+) cp\.async\.bulk\.tensor\.2d\.global", ptx)
-    assert stores
-    for guard in stores:  # the first warp's elected thread, as in the counts
-        parts = re.search(rf"and\.pred\s+{guard}, (%p\d+), (%p\d+);", ptx)
-        assert parts is not None, f"{guard} is not a conjunction"
-        assert any(re.search(rf"elect\.sync\s+%r\d+\|{one}, -1;", ptx) for one in parts.groups()), guard
+    """Every count follows the completion of the tile's bulk stores, in all threads that issued some."""
+    counts = check_after_bulk_stores(ptx, r"red\.release\.gpu", r"2d")
+    assert counts == len(re.findall(r"\bred\.release", ptx)), "a count does not complete the bulk stores first"
 
 
 def test_a_count_covers_a_tile_that_left_by_bulk_stores() -> None:

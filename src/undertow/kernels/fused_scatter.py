@@ -38,30 +38,16 @@ import triton
 import triton.language as tl
 
 from .combine import activated
-from .gemm import ENTRY, halves, multiply
+from .gemm import ENTRY, after_bulk_stores, halves, multiply
 from .signals import signal_wait_all
 
 LINE = tl.constexpr(32)  # 32-bit words of a tile's line: one for each source
-MOST_RANKS = 8
 
-# The word of a tile that left by TMA, in the thread that issued its bulk stores: the leader that `elect.sync` always
-# finds in the first warp. One piece of text, as in `gemm`: an atomic of Triton's own would keep loads from running
-# ahead across tiles.
-_RELEASE_BULK = tl.constexpr("""{
-    .reg .pred other, leader;
-    .reg .b32 thread;
-    mov.u32 thread, %tid.x;
-    setp.ge.u32 other, thread, 32;
-    @other bra END;
-    elect.sync _|leader, 0xffffffff;
-    @!leader bra END;
-    cp.async.bulk.wait_group 0;
-    fence.proxy.async;
-    st.release.sys.global.b32 [$1], $2;
-END:
-    mov.b32 $0, 0;
-}""")
+# The word of a tile that left by TMA. One piece of text, as in `gemm`: an atomic of Triton's own would keep loads from
+# running ahead across tiles.
+_RELEASE_BULK = tl.constexpr(after_bulk_stores("st.release.sys.global.b32 [$1], $2;"))
 # A word at the same offset in the memory of every rank, after what the whole CTA stored: thread i sets that of rank i.
+# Nobody is told of a sum whose parts did not all arrive ($5): who waits for it stops at its own deadline.
 _RELEASE_EVERYWHERE = tl.constexpr("""{
     .reg .pred other;
     .reg .b32 thread;
@@ -69,6 +55,8 @@ _RELEASE_EVERYWHERE = tl.constexpr("""{
     barrier.sync 0;
     mov.u32 thread, %tid.x;
     setp.ge.u32 other, thread, $4;
+    @other bra END;
+    setp.ne.u32 other, $5, 0;
     @other bra END;
     mad.wide.u32 place, thread, 8, $1;
     ld.global.b64 place, [place];
@@ -151,14 +139,14 @@ def _finish(
 ):  # fmt: skip
     """An own tile, once all ranks' parts of it are here. BROADCAST: then all ranks are told that the sum is ready."""
     line = tl.load(entry + 5).to(tl.int32)
-    signal_wait_all(words + line * LINE, epoch, RANKS, -1, abort, error, deadline_ns)
+    failed = signal_wait_all(words + line * LINE, epoch, RANKS, -1, abort, error, deadline_ns)
     _sum(partials, plane, out, reduced, bias, tl.load(entry + 4).to(tl.int32), tl.load(entry + 1).to(tl.int32),
          tl.load(entry + 7).to(tl.int32), tl.load(entry + 2).to(tl.int32), n, BLOCK_M, BLOCK_N, RANKS, BROADCAST, BIAS,
          ACTIVATION)  # fmt: skip
     if BROADCAST:
         offset = (lines + line).to(tl.int64) * LINE * 4
-        tl.inline_asm_elementwise(_RELEASE_EVERYWHERE, "=r,l,l,r,r", [bases, offset, epoch, RANKS], dtype=tl.int32,
-                                  is_pure=False, pack=1)  # fmt: skip
+        tl.inline_asm_elementwise(_RELEASE_EVERYWHERE, "=r,l,l,r,r,r", [bases, offset, epoch, RANKS, failed],
+                                  dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from .signals import ARRIVED, proxy_fence, report_error, signal_wait
 
 ENTRY = tl.constexpr(8)  # 64-bit words of a table's row
 WORD = tl.constexpr(32)  # 32-bit words between two counters
+STORING_THREADS = 64  # those of the warps whose leaders issue the bulk stores of half a tile
 
 # `signal_add` as one piece of text: a barrier or an atomic of Triton's own would keep it from running loads ahead
 # across tiles. The barrier is the unaligned kind, as the compiler does not know that it is one.
@@ -32,22 +33,37 @@ _ADD = tl.constexpr("""{
     @first red.release.gpu.global.add.s32 [$1], 1;
     mov.b32 $0, 0;
 }""")
-# The same for tiles that left by TMA. One thread has issued all of a tile's bulk stores, the leader that `elect.sync`
-# always finds in the first warp; once they are complete, its release covers the tile and no barrier is needed.
-_ADD_BULK = tl.constexpr("""{
+
+
+def after_bulk_stores(release: str) -> str:
+    """The text of a release that covers the bulk stores of the CTA's last tile.
+
+    Bulk stores complete for the thread that issued them: the leader that `elect.sync` always finds in the first warp
+    and, where half a tile is wider than the 128 bytes that one store swizzles, in the second. Both leaders complete
+    theirs, the two warps meet in a barrier of their own, and the first leader releases for both.
+    """
+    return f"""{{
     .reg .pred other, leader;
     .reg .b32 thread;
     mov.u32 thread, %tid.x;
-    setp.ge.u32 other, thread, 32;
+    setp.ge.u32 other, thread, {STORING_THREADS};
     @other bra END;
     elect.sync _|leader, 0xffffffff;
-    @!leader bra END;
+    @!leader bra MEET;
     cp.async.bulk.wait_group 0;
     fence.proxy.async;
-    red.release.gpu.global.add.s32 [$1], 1;
+MEET:
+    barrier.sync 15, {STORING_THREADS};
+    setp.ge.u32 other, thread, 32;
+    @other bra END;
+    @!leader bra END;
+    {release}
 END:
     mov.b32 $0, 0;
-}""")
+}}"""
+
+
+_ADD_BULK = tl.constexpr(after_bulk_stores("red.release.gpu.global.add.s32 [$1], 1;"))
 
 
 @triton.jit

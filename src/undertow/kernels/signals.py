@@ -87,12 +87,13 @@ JOIN:
 END:
 }""")
 
-# For several words that lie next to each other: thread i polls word i, all but the one that is skipped. What goes wrong
-# is said here, so that a loop around it need not carry a status, which would end its loads that run ahead.
+# For several words that lie next to each other: thread i polls word i, all but the one that is skipped. Who is late
+# says so here: a status that the loop around it carried would end its loads that run ahead.
 _WAIT_ALL = tl.constexpr("""{
-    .reg .pred other, done, again, stop;
+    .reg .pred other, done, again, stop, failed;
     .reg .b32 thread, seen, polls;
     .reg .b64 begin, passed, place;
+    setp.ne.u32 failed, 0, 0;
     mov.u32 thread, %tid.x;
     setp.ge.u32 other, thread, $3;
     @other bra JOIN;
@@ -104,7 +105,7 @@ _WAIT_ALL = tl.constexpr("""{
 POLL:
     ld.acquire.sys.global.b32 seen, [place];
     sub.s32 seen, seen, $2;
-    setp.ge.s32 done, seen, 0;
+    setp.lt.u32 done, seen, 16;
     @done bra JOIN;
     add.u32 polls, polls, 1;
     and.b32 seen, polls, 1023;
@@ -119,12 +120,11 @@ POLL:
     @again bra POLL;
     st.relaxed.sys.global.b32 [$6], 2;
     st.relaxed.sys.global.b32 [$5], 1;
-    bra JOIN;
 STOP:
-    st.relaxed.sys.global.b32 [$6], 1;
+    setp.eq.u32 failed, 0, 0;
 JOIN:
-    barrier.sync 0;
-    mov.b32 $0, 0;
+    barrier.red.or.pred failed, 0, failed;
+    selp.b32 $0, 1, 0, failed;
 }""")
 
 _STORE = tl.constexpr("""{
@@ -192,13 +192,15 @@ def signal_wait(pointer, target, abort_pointer, deadline_ns):
 
 @triton.jit
 def signal_wait_all(pointer, target, count, skipped, abort_pointer, error_pointer, deadline_ns):
-    """Wait until `count` int32 signals from `pointer` on, 4 bytes apart, have reached `target`, as `signal_wait` does.
+    """Wait until `count` int32 signals from `pointer` on, 4 bytes apart, are `target` or a little beyond: less than 16.
 
-    Number `skipped` is left out (-1: none). Each is polled, and acquired at system scope, by a thread of its own, so
-    `count` is at most the threads of the CTA; the CTA barrier inside gives to all what each acquired. Returns zero.
+    So a word that a much earlier call left is never taken for a later one, however many calls lie between. Number
+    `skipped` is left out (-1: none). Each is polled, and acquired at system scope, by a thread of its own, so `count`
+    is at most the threads of the CTA; the CTA barrier inside gives to all what each acquired.
 
-    A wait that is aborted or late says so in the error word and comes back: the caller goes on with whatever is there,
-    as outputs of an aborted call are poisoned. One that is late also sets the abort word, so that all others give up.
+    Returns whether the wait failed, the same in every thread. The caller may go on with whatever is there, as outputs
+    of an aborted call are poisoned, but must tell nobody that it is good. A wait that is late says so in the error
+    word, for the watchdog, and sets the abort word: all others give up, and leave the error word alone.
     """
     arguments = [
         pointer, tl.cast(target, tl.int32), tl.cast(count, tl.int32), tl.cast(skipped, tl.int32), abort_pointer,
