@@ -5,14 +5,14 @@ place: nothing is copied after the last peer has stored. A place is leased to th
 is; if none can be leased (the caller keeps old results), the result is copied out of the last place. Which place a
 result goes to is the destination's own choice, told to the sources in a word:
 
-    destination d:  choice word of d at every source s := 1 + place       (releases: what read the place before is done)
-    source s:       wait for the choice words, kernel, clear them         (acquires; the kernel reads the word itself)
-                    the kernel's last finisher of a slice sets full[s, parcel] at d := 1      (releases the slice)
+    destination d:  choice[d, parcel] at every source s := 1 + place      (releases: what read the place before is done)
+    source s:       wait for choice[d, parcel] of all its slices, kernel  (acquires; the kernel reads the words itself)
+                    the last finisher of a slice clears its choice, then sets full[s, parcel] at d := 1  (releases both)
     destination d:  wait for full[s, parcel], clear it                    (acquires the slice)
 
-Words are set to constants in the order of streams and cleared before their writers can come again: a destination
-chooses anew only after it has seen the slices, and a source sets `full` only after a choice that follows the clearing.
-So a captured call can be replayed.
+Only constants are written, and every word is cleared before its writer can come again: a destination chooses anew only
+after it has seen the slice, which was signalled after its choice was cleared; a source sets `full` only after a choice
+that follows the clearing. So a captured call can be replayed, as often and as fast as one likes.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class Exchange:
     def __init__(self, fabric: CudaFabric) -> None:
         size = fabric.group.size
         self._fabric, self._size, self._rank = fabric, size, fabric.group.rank
-        self._words = fabric.signals(size * (MOST_PARCELS + 1))
+        self._words = fabric.signals(2 * size * MOST_PARCELS)
         self._leases: dict[tuple[int, int], weakref.ref[_Leased]] = {}
 
     @staticmethod
@@ -301,8 +301,11 @@ class Exchange:
         assert isinstance(found, Exchange)
         return found
 
-    def full(self, source: int, parcel: int) -> int:
-        return self._size + source * MOST_PARCELS + parcel
+    def _chosen(self, destination: int, parcel: int) -> int:
+        return destination * MOST_PARCELS + parcel
+
+    def _full(self, source: int, parcel: int) -> int:
+        return (self._size + source) * MOST_PARCELS + parcel
 
     def take(self, layout: Layout, batches: Sequence[int], like: torch.Tensor) -> Result:
         """A place for a call's result. Collective where the places have to grow."""
@@ -325,28 +328,28 @@ class Exchange:
         held = self._leases.get((base, place))
         return held is None or held() is None
 
-    def begin(self, place: int) -> None:
-        """Tell all sources the place of this call's result; wait until all destinations have told theirs."""
-        steps = [Step(False, one, self._rank, place + 1) for one in range(self._size)]
-        self._words.perform(steps + [Step(True, self._rank, one, 1, one) for one in range(self._size)])
+    def begin(self, place: int, sources: Sequence[int], parcels: Sequence[int], leaving: Sequence[Leaving]) -> None:
+        """Tell `sources`, and this rank itself, the place for these parcels; wait for the choices of who gets mine."""
+        mine = [self._chosen(self._rank, parcel) for parcel in parcels]
+        steps = [Step(False, one, word, place + 1) for one in (self._rank, *sources) for word in mine]
+        theirs = [(one.destination, one.parcel) for one in leaving if one.destination != self._rank]
+        steps += [Step(True, self._rank, self._chosen(to, parcel), 1, to) for to, parcel in theirs]
+        if steps:
+            self._words.perform(steps)
 
-    def arrived(self, sources: Sequence[int], parcels: Sequence[int], sent: bool = False) -> None:
-        """Wait for these parcels of these sources, and clear their words.
-
-        `sent`: in the order of the current stream, the kernels that read the choices are done. These are cleared first.
-        """
-        words = [self.full(source, parcel) for source in sources for parcel in parcels]
-        steps = [Step(False, self._rank, one, 0) for one in range(self._size if sent else 0)]
-        steps += [Step(True, self._rank, word, 1) for word in words]
-        steps += [Step(False, self._rank, word, 0) for word in words]
+    def arrived(self, sources: Sequence[int], parcels: Sequence[int]) -> None:
+        """Wait for these parcels of these sources, and clear their words."""
+        words = [(self._full(source, parcel), source) for source in sources for parcel in parcels]
+        steps = [Step(True, self._rank, word, 1, source) for word, source in words]
+        steps += [Step(False, self._rank, word, 0) for word, _ in words]
         if steps:
             self._words.perform(steps)
 
     def signal(self, destination: int, parcel: int) -> int:
-        return self._words.address(destination, self.full(self._rank, parcel))
+        return self._words.address(destination, self._full(self._rank, parcel))
 
-    def choice(self, destination: int) -> int:
-        return self._words.address(self._rank, destination)
+    def choice(self, destination: int, parcel: int) -> int:
+        return self._words.address(self._rank, self._chosen(destination, parcel))
 
 
 @dataclass(frozen=True)
@@ -369,7 +372,7 @@ class Result:
             address = self.base[one.destination] + one.row * room * size
             width = 0 if source is None else source.shape[1]
             by = one.first * width * size
-            choice, distance = self.exchange.choice(one.destination), self.distance // size
+            choice, distance = self.exchange.choice(one.destination, one.parcel), self.distance // size
             found.append(Slice(address, room, one.first, one.bags, signal, by, width, choice, distance))
         return found
 
@@ -386,18 +389,21 @@ def run_over_peers(
 ) -> None:  # fmt: skip
     """Pool and exchange by stores into peers' memory; `compute` False: only what moves, for measurements."""
     rank = fabric.group.rank
-    leaving = slices(batches, plan, rank)
+    leaving = slices(batches, plan, rank) if bags.tables else ()
     lookup = Lookup(fabric, bags, plan, layout.columns[rank])
     sources = [one for one, width in enumerate(layout.sent) if width and one != rank]
     here = [parcel for parcel, ranges in enumerate(chunks(batches, plan)) if ranges[rank][1]]
     exchange = result.exchange
+    if len(plan.parcels) > MOST_PARCELS:
+        was = f"of {len(plan.parcels)} parcels"
+        raise InvalidArgument(argument="plan", was=was, must=f"of at most {MOST_PARCELS} over peers")
     if plan.grain == "fused":
         found = result.slices(leaving, rank)
         lookup.pool(found, only_load=True)
-        exchange.begin(result.place)
+        exchange.begin(result.place, sources, here, leaving)
         with timeline.event("lookup and send", engine="compute", bags=sum(one.bags for one in leaving)):
             lookup.pool(found)
-        exchange.arrived(sources, here, sent=True)
+        exchange.arrived(sources, here)
         return
     like = result.whole
     buffer = torch.empty(bags.samples, bags.width, dtype=like.dtype, device=like.device)
@@ -424,6 +430,5 @@ def run_over_peers(
     def collect(parcel: int) -> None:
         exchange.arrived(sources if parcel in here else (), [parcel])
 
-    exchange.begin(result.place)
+    exchange.begin(result.place, sources, here, leaving)
     overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels))
-    exchange.arrived((), (), sent=True)
