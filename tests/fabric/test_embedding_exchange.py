@@ -38,7 +38,7 @@ def embedding_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(
         ctypes, "CDLL", lambda name, *rest, **more: NoDriver() if "libcuda" in str(name) else _real(name, *rest, **more)
     )
-    from undertow.ops import embedding_cuda as module
+    from undertow.ops import embedding_peers as module
 
     yield module
     for name in set(sys.modules) - before:

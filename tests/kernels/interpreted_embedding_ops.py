@@ -26,7 +26,7 @@ class _NoDriver:
 
 ctypes.CDLL = lambda name, *rest, **more: _NoDriver() if "libcuda" in str(name) else _real(name, *rest, **more)  # type: ignore[assignment,misc]
 from undertow.kernels import embedding  # noqa: E402
-from undertow.ops import embedding_all_to_all, embedding_cuda  # noqa: E402
+from undertow.ops import embedding_all_to_all, embedding_cuda, embedding_peers  # noqa: E402
 from undertow.ops.bags import Bags  # noqa: E402
 from undertow.plan.bags import Layout, Piece, completed, slices  # noqa: E402
 from undertow.plan.defaults import default_plan  # noqa: E402
@@ -80,7 +80,7 @@ class Node:
             tuple(self.tables[rank]), held, self.values[rank], self.offsets[rank], None, "sum", sum(self.batches)
         )
 
-    def result(self, rank: int) -> embedding_cuda.Result:
+    def result(self, rank: int) -> embedding_peers.Result:
         """As `Exchange.take` and `begin` leave it."""
         for other in range(self.size):
             for parcel in range(16):
@@ -90,7 +90,7 @@ class Node:
             choice=lambda to, parcel: self.words[rank].data_ptr() + 128 * (to * 16 + parcel),
         )
         base = [one.data_ptr() for one in self.places]
-        return embedding_cuda.Result(
+        return embedding_peers.Result(
             exchange,
             base,
             self.distance,

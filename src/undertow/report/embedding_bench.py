@@ -19,7 +19,8 @@ from ..fabric.launch import launch
 from ..fabric.registry import init
 from ..fabric.timer import Comparison
 from ..ops.bags import Bags
-from ..ops.embedding_all_to_all import pool_all, problem_of, run
+from ..ops.embedding_all_to_all import problem_of
+from ..ops.embedding_run import pool_all, run
 from ..plan.bags import Layout, Piece
 from ..plan.defaults import default_plan
 from ..plan.plan import GRAINS
