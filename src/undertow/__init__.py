@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import nn
+    from . import c3, nn
+    from .c3.concurrent import concurrent
     from .errors import UndertowError
     from .fabric.group import Group
     from .fabric.launch import launch
@@ -33,6 +34,8 @@ __all__ = [
     "all_gather_matmul",
     "all_to_all_matmul",
     "as_group",
+    "c3",
+    "concurrent",
     "embedding_all_to_all",
     "embedding_layout",
     "explain",
@@ -56,6 +59,7 @@ _HOMES = {
     "all_gather_matmul": ".ops.all_gather_matmul",
     "all_to_all_matmul": ".ops.all_to_all_matmul",
     "as_group": ".fabric.registry",
+    "concurrent": ".c3.concurrent",
     "embedding_all_to_all": ".ops.embedding_all_to_all",
     "embedding_layout": ".ops.embedding_all_to_all",
     "explain": ".ops.explain",
@@ -70,7 +74,7 @@ _HOMES = {
     "shutdown": ".fabric.registry",
     "tune": ".ops.tuning",
 }
-_ROOMS = ("nn",)
+_ROOMS = ("c3", "nn")
 
 
 def __getattr__(name: str) -> Any:

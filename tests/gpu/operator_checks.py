@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import random
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch
 from matmul_suite import Case
 
 import undertow as ut
+from undertow.errors import StrategyUnavailable
 from undertow.ops.matmul_all_reduce import reference
 
 CHECK_SECONDS = 240
@@ -18,6 +20,12 @@ CHECKS: dict[str, Callable[[ut.Group], None]] = {}
 # Whole tiles, tails in every dimension, fewer rows than ranks; sizes that TMA cannot read go to the plain kernel.
 SHAPES = ((512, 512, 128), (1160, 264, 72), (515, 130, 33), (3, 16, 8))
 DTYPES = (torch.bfloat16, torch.float32)
+NOT_FUSED = (
+    "float16 and bfloat16, not float32",
+    "not a multiple of 8",
+    "a rank has no rows",
+    "have no fused kernel yet",
+)
 SEEDS = (30, 77)  # with bias, relu and uneven parts; without, weights the other way round: few kernels to compile
 
 
@@ -51,8 +59,9 @@ def settle(group: ut.Group) -> None:
 
 @check
 def operators_are_exact(group: ut.Group) -> None:
-    """All operators, grains, lanes and shapes; dtypes in turn."""
+    """All operators, grains, lanes and shapes; dtypes in turn. What no fused kernel does must be refused."""
     for operator in matmul_suite.OPERATORS:
+        fused = 0
         for number, strategy in enumerate(matmul_suite.strategies()):
             if strategy == "chunked:net":
                 continue  # as serial:net, through the host
@@ -63,8 +72,13 @@ def operators_are_exact(group: ut.Group) -> None:
                     matmul_suite.verify(group, case)
                     torch.cuda.synchronize()
                     group.check()
+                    fused += strategy.startswith("fused")
+                except StrategyUnavailable as error:
+                    if strategy != "fused:peer" or not any(one in str(error) for one in NOT_FUSED):
+                        raise AssertionError(f"{case}: {error}") from error
                 except Exception as error:
                     raise AssertionError(f"{case}: {error}") from error
+        assert fused >= (0 if operator == "matmul_all_to_all" else 2), f"{operator}: {fused} fused cases ran"
         if group.rank == 0:
             print(f"  {operator} {time.perf_counter():.1f}", flush=True)
 
@@ -168,6 +182,62 @@ def captured_signaled_calls_replay(group: ut.Group) -> None:
         _replay(group, strategy, x, y, call, want)
 
 
+FUSED_SHAPES = ((512, 512, 128), (1160, 264, 72), (300, 272, 200), (16, 512, 256), (5, 1040, 64), (64, 256, 128))
+
+
+@check
+def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
+    """2,000 fused calls, sizes and operators at random, some under way while the next are enqueued; others between."""
+    chance = random.Random(4070)
+    operators = [one for one in matmul_suite.OPERATORS if one != "matmul_all_to_all"]
+    for number in range(2000):
+        shape, operator = chance.choice(FUSED_SHAPES), chance.choice(operators)
+        strategy = "signaled:peer" if number % 50 == 0 else "fused:peer"
+        if operator != "matmul_all_reduce" and shape[0] < 64:
+            shape = FUSED_SHAPES[number % 3]  # every rank has rows
+        dtype = torch.float16 if number % 7 == 0 else torch.bfloat16
+        matmul_suite.verify(group, Case(operator, strategy, dtype, shape, SEEDS[number % 2] + 210 * (number % 9)))
+        if number % 100 == 0:
+            settle(group)
+
+
+@check
+def captured_fused_calls_replay(group: ut.Group) -> None:
+    """1000 replays with new inputs, a rank's host or device delayed now and then: sums by owners, and of few rows."""
+    from gpu_checks import _replay
+
+    for shape in ((512, 512, 128), (16, 512, 128)):
+        case = Case("matmul_all_reduce", "fused:peer", torch.bfloat16, shape, SEEDS[1])
+        xs, ws = matmul_suite._factors(group, case)
+        x, w = xs[group.rank].clone(), ws[group.rank]
+        whole = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(torch.bfloat16)
+        y = torch.empty_like(whole)
+
+        def call(x: torch.Tensor = x, w: torch.Tensor = w, y: torch.Tensor = y) -> None:
+            ut.matmul_all_reduce(x, w, group=group, strategy="fused:peer", out=y)
+
+        _replay(group, f"fused {shape}", x, y, call, whole)
+        if shape[0] < 512:
+            continue
+        part = torch.tensor_split(whole, group.size)[group.rank].contiguous()
+        shard = torch.empty_like(part)
+
+        def scattered(x: torch.Tensor = x, w: torch.Tensor = w, y: torch.Tensor = shard) -> None:
+            ut.matmul_reduce_scatter(x, w, group=group, strategy="fused:peer", out=y)
+
+        _replay(group, "fused reduce_scatter", x, shard, scattered, part)
+        inner = 64
+        mine = [matmul_suite.integers(128, inner, 5 + rank, case, group.device) for rank in range(group.size)]
+        weight = ws[group.rank][:inner].contiguous()
+        gathered = (torch.cat(mine).double() @ weight.double()).to(torch.bfloat16)
+        rows, out = mine[group.rank].clone(), torch.empty_like(gathered)
+
+        def gather(x: torch.Tensor = rows, w: torch.Tensor = weight, y: torch.Tensor = out) -> None:
+            ut.all_gather_matmul(x, w, group=group, strategy="fused:peer", out=y)
+
+        _replay(group, "fused all_gather", rows, out, gather, gathered)
+
+
 @check
 def late_products_are_waited_for(group: ut.Group) -> None:
     """A rank whose own product takes long must not sum before it is there, though all others' pieces are."""
@@ -179,7 +249,7 @@ def late_products_are_waited_for(group: ut.Group) -> None:
         x[:, 0] = turn + 1
         w = torch.ones(inner, n, dtype=torch.bfloat16, device=group.device)
         want = float((turn + 1) * group.size)
-        for strategy in ("chunked:peer", "chunked:dma", "signaled:peer", "signaled:dma"):
+        for strategy in ("chunked:peer", "chunked:dma", "signaled:peer", "signaled:dma", "fused:peer"):
             y = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device=group.device)
             ut.matmul_all_reduce(x, w, group=group, strategy=strategy, out=y)
             part = ut.matmul_reduce_scatter(x, w, group=group, strategy=strategy)

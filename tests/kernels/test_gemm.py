@@ -17,12 +17,12 @@ from undertow.kernels import gemm
 STAGES, TILE = 4, (128, 256, 64)
 
 
-def compiled(bulk: bool, *, fetching: bool = False, waits: bool = False, **changes: Any) -> CompiledKernel:
+def compiled(bulk: bool, *, waits: bool = False, **changes: Any) -> CompiledKernel:
     block_m, block_n, block_k = TILE
     parts = 2 if bulk else 4
     constants: dict[str, Any] = {
         "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "TRANSPOSED": False, "PARTS": parts, "BULK": bulk,
-        "EVEN": True, "SIGNAL": not waits, "DEFER": bulk, "BIAS": False, "ACTIVATION": 0, **changes,
+        "EVEN": True, "BIAS": False, "ACTIVATION": 0, **changes,
     }  # fmt: skip
     types = {
         "a": f"tensordesc<bf16[{block_m}, {block_k}]>", "b": f"tensordesc<bf16[{block_k}, {block_n}]>",
@@ -30,10 +30,10 @@ def compiled(bulk: bool, *, fetching: bool = False, waits: bool = False, **chang
         "table": "*i64", "counters": "*i32", "tiles": "i32", "inner": "i32", "next_tile": "*i32", "abort": "*i32",
         "error": "*i32", "deadline_ns": "i64",
     }  # fmt: skip
-    kernel: Any = gemm.gemm_kernel
-    if fetching or waits:
-        kernel = gemm.fetching_gemm_kernel
-        constants["WAITS"] = waits
+    kernel: Any = gemm.waiting_gemm_kernel
+    if not waits:
+        kernel = gemm.gemm_kernel
+        constants |= {"SIGNAL": True, "DEFER": bulk}
     return compile_kernel(kernel, types, constants, "sm_90", 8, {"out": 16}, num_stages=STAGES)
 
 
@@ -66,9 +66,8 @@ def check_bulk_release(ptx: str) -> None:
         assert any(re.search(rf"elect\.sync\s+%r\d+\|{one}, -1;", ptx) for one in parts.groups()), guard
 
 
-@pytest.mark.parametrize("fetching", [False, True])
-def test_a_count_covers_a_tile_that_left_by_bulk_stores(fetching: bool) -> None:
-    check_bulk_release(compiled(True, fetching=fetching).ptx)
+def test_a_count_covers_a_tile_that_left_by_bulk_stores() -> None:
+    check_bulk_release(compiled(True).ptx)
 
 
 @pytest.mark.parametrize("dropped", ["cp.async.bulk.wait_group 0;", "fence.proxy.async;"])
@@ -77,9 +76,8 @@ def test_a_dropped_fence_is_found(dropped: str) -> None:
         check_bulk_release(compiled(True).ptx.replace(f"    {dropped}\n", ""))
 
 
-@pytest.mark.parametrize("fetching", [False, True])
-def test_a_count_covers_the_stores_of_all_warps(fetching: bool) -> None:
-    assert check_release_order(compiled(False, fetching=fetching).ptx) == []
+def test_a_count_covers_the_stores_of_all_warps() -> None:
+    assert check_release_order(compiled(False).ptx) == []
 
 
 def test_a_dropped_barrier_is_found() -> None:
@@ -109,7 +107,7 @@ def test_loads_run_ahead_across_tiles(bulk: bool) -> None:
 
 def test_a_staged_tile_is_read_before_the_next_one_is_loaded() -> None:
     """Staging shares memory with the factors: each bulk store is followed by a wait until it has been read."""
-    made = compiled(True, fetching=True)
+    made = compiled(True, waits=True)
     stores = len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.global", made.ptx))
     after = re.findall(r"cp\.async\.bulk\.tensor\.2d\.global[^;]*;[^;]*?cp\.async\.bulk\.commit_group;[^;]*?"
                        r"cp\.async\.bulk\.wait_group\.read\s+0;", made.ptx, re.DOTALL)  # fmt: skip

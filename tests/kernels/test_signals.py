@@ -116,13 +116,13 @@ def test_a_wait_polls_with_loads_and_ends_in_a_barrier(num_warps: int, target: s
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_abort_word_and_the_timer_are_read_once_in_64_polls(target: str) -> None:
+def test_the_abort_word_and_the_timer_are_read_once_in_1024_polls(target: str) -> None:
     (code,) = functions(compiled(wait_kernel, target).ptx)
     poll = next(index for index, at in enumerate(code) if at.opcode == "ld.acquire.sys.global.b32")
     again = [index for index, at in enumerate(code) if at.opcode == "bra" and poll in at.next]
     abort = next(index for index, at in enumerate(code) if at.opcode == "ld.relaxed.sys.global.b32")
     assert again[0] < abort < again[1]
-    assert any(at.opcode == "and.b32" and at.operands.endswith(", 63") for at in code[poll : again[0]])
+    assert any(at.opcode == "and.b32" and at.operands.endswith(", 1023") for at in code[poll : again[0]])
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from undertow.ops import matmul_all_reduce as reduce
 from undertow.ops import matmul_all_to_all as exchange
 from undertow.ops import matmul_reduce_scatter as scatter
 
-GRAINS = ("serial", "chunked", "signaled")
+GRAINS = ("serial", "chunked", "signaled", "fused")
 LANES = ("net", "peer", "dma")
 SHAPES: tuple[tuple[int, int, int], ...] = (
     (1, 1, 1),
@@ -74,11 +74,11 @@ def cases(
     shapes: Sequence[tuple[int, int, int]] = SHAPES,
 ) -> list[Case]:  # fmt: skip
     """The whole matrix, or a seeded part of it, the same on all ranks."""
-    every = itertools.product(OPERATORS, GRAINS, lanes, dtypes, shapes)
+    every = itertools.product(OPERATORS, strategies(lanes), dtypes, shapes)
     chance = random.Random(seed)
     return [
-        Case(operator, f"{grain}:{lane}", dtype, shape, chance.randrange(1 << 30))
-        for operator, grain, lane, dtype, shape in every
+        Case(operator, strategy, dtype, shape, chance.randrange(1 << 30))
+        for operator, strategy, dtype, shape in every
         if chance.random() < part
     ]
 
@@ -223,6 +223,7 @@ OPERATORS: dict[str, Callable[[ut.Group, Case], None]] = {
 }
 
 
-def strategies() -> Iterator[str]:
-    for grain, lane in itertools.product(GRAINS, LANES):
-        yield f"{grain}:{lane}"
+def strategies(lanes: Sequence[str] = LANES) -> list[str]:
+    """Every grain over every lane; a fused tile needs the memory of its owner, which is lane peer."""
+    every = itertools.product(GRAINS, lanes)
+    return [f"{grain}:{lane}" for grain, lane in every if grain != "fused" or lane == "peer"]

@@ -170,7 +170,7 @@ def refused(name: str) -> dict[str, str]:
         "out with a gradient": sentence(lambda: call(x.clone().requires_grad_(), w, out=torch.empty(6, 5))),
         "out": sentence(lambda: call(x, w, out=torch.empty(1, 1))),
         "aliased out": sentence(lambda: call(x.expand(6, 4), w, out=x)),
-        "grain": sentence(lambda: call(x, w, strategy="fused")),
+        "grain": sentence(lambda: call(x, w, strategy="fused:net")),
         "rows of a plan": sentence(lambda: call(x, w, plan=Plan("chunked", "peer", ((0, 2), (3, 99))))),
         "tiles of a plan": sentence(lambda: call(x, w, plan=other)),
     }
@@ -185,8 +185,7 @@ def odd_but_right(name: str) -> bool:
     """Strided inputs, empty ones, and what is no number, through every grain."""
     group, call = ut.init(), CALLS[name]
     size, rank = group.size, group.rank
-    for grain, lane in itertools.product(suite.GRAINS, ("peer", "net")):
-        strategy = f"{grain}:{lane}"
+    for strategy in suite.strategies(("peer", "net")):
         wide = torch.arange(12 * 8, dtype=torch.float64).view(12, 8) % 7 - 3
         x, w = wide[::2, ::2], wide.t()[:4, :5]
         assert not x.is_contiguous()

@@ -35,8 +35,8 @@ MEASURED = (0, 2)  # the first rank of each host
 def exact(group: ut.Group) -> None:
     """Every operator over the network, and a program whose chunks cross it once."""
     for number, operator in enumerate(suite.OPERATORS):
-        for grain in suite.GRAINS:
-            suite.verify(group, suite.Case(operator, f"{grain}:net", torch.float32, (61, 67, 5), 30 + number))
+        for strategy in suite.strategies(("net",)):
+            suite.verify(group, suite.Case(operator, strategy, torch.float32, (61, 67, 5), 30 + number))
     xs, ws = suite._factors(group, suite.Case("", "", torch.float64, (97, 101, 8), 7))
     y = ut.matmul_all_reduce(xs[group.rank], ws[group.rank], group=group, program=co.LIBRARY["hierarchical"])
     assert torch.equal(y, reference(xs, ws))
@@ -58,8 +58,9 @@ def measured(group: ut.Group) -> dict[str, Any]:
     inner = max(STEP, round(FIRST_INNER * statistics.median(net) / statistics.median(matmul) / STEP) * STEP)
     x, w = torch.ones(ROWS, inner), torch.ones(inner, COLUMNS)
     calls: dict[str, Callable[[], object]] = {"matmul": lambda: torch.matmul(x, w, out=y)}
-    for grain in suite.GRAINS:
-        calls[grain] = lambda grain=grain: ut.matmul_all_reduce(x, w, group=group, strategy=f"{grain}:net", out=y)
+    for strategy in suite.strategies(("net",)):
+        grain = strategy.partition(":")[0]
+        calls[grain] = lambda strategy=strategy: ut.matmul_all_reduce(x, w, group=group, strategy=strategy, out=y)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(ROUNDS + 1):
         for name, call in calls.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import plan_machines as machines
@@ -10,7 +11,7 @@ import pytest
 
 from undertow.errors import InvalidArgument
 from undertow.plan import work
-from undertow.plan.interference import Effect, Interference, Sample, fit
+from undertow.plan.interference import Effect, Interference, Run, Sample, fit, fit_runs, together
 from undertow.plan.machine import Machine
 from undertow.plan.work import KernelSample, Work
 
@@ -127,3 +128,54 @@ def test_the_tile_constants_from_whole_kernels() -> None:
     assert 0.7 < efficiency < 1
     with pytest.raises(InvalidArgument, match="two or more"):
         work.fit(samples[:1])
+
+
+# -- whole runs --------------------------------------------------------------------------------------------------------
+
+MEMORY = Interference(
+    33, (("dma", Effect(0.0, 1e-11, 0.05, 4e-11, 0.6)), ("peer", Effect(0.9, 1e-13, 0.4, 8e-13, 1.5)))
+)
+
+
+def runs(model: Interference, noise: float = 0.0) -> list[Run]:
+    random = np.random.default_rng(3)
+    found = []
+    for lane, ctas, speed in (("dma", 0, 1e10), ("peer", 32, 4e11), ("peer", 8, 2e11)):
+        for memory in (0.1, 0.9):
+            for ratio in (0.2, 0.5, 0.9, 1.1, 2.0, 5.0):
+                run = Run(lane, 1e-3, 1e-3 * ratio, 1.0, 33, ctas, speed, memory)
+                seconds = model.seconds(run) * math.exp(noise * random.standard_normal())
+                found.append(dataclasses.replace(run, seconds=seconds))
+    return found
+
+
+def test_together_by_steps() -> None:
+    """The equation against the two sides worked off in small steps of time."""
+    for compute, lane, slow, slow_lane in ((1.0, 2.0, 1.5, 1.2), (3.0, 1.0, 1.1, 4.0), (1.0, 1.0, 2.0, 2.0)):
+        left, left_lane, now, step = compute, lane, 0.0, 1e-4
+        while left > 0 or left_lane > 0:
+            both = left > 0 and left_lane > 0
+            left -= step / (slow if both else 1) if left > 0 else 0
+            left_lane -= step / (slow_lane if both else 1) if left_lane > 0 else 0
+            now += step
+        assert together(compute, lane, slow, slow_lane) == pytest.approx(now, rel=1e-3)
+    assert together(1.0, 1.0, 1.0, 1.0) == 1.0
+    assert together(1.0, 0.5, 2.0, 2.0) == pytest.approx(1.5)  # nothing gained
+
+
+def test_fit_of_whole_runs_predicts_those_it_has_not_seen() -> None:
+    known = runs(MEMORY, noise=0.01)
+    model = fit_runs(known[::2], 33)
+    for run in runs(MEMORY)[1::2]:
+        assert model.seconds(run) == pytest.approx(run.seconds, rel=0.05)
+    assert fit_runs([], 33).effects == ()
+    with pytest.raises(InvalidArgument, match="run is Run"):
+        fit_runs([dataclasses.replace(known[0], seconds=0.0)], 33)
+
+
+def test_what_lives_on_memory_is_slowed_more() -> None:
+    assert MEMORY.gemm_slowdown("dma", 1e10, 33, memory=1.0) == pytest.approx(1.5)
+    assert MEMORY.gemm_slowdown("dma", 1e10, 33) == pytest.approx(1.1)
+    assert MEMORY.lane_slowdown("dma", 33, memory=1.0) == pytest.approx(1.65)
+    found = fit([dataclasses.replace(one, memory=memory) for memory in (0.0, 1.0) for one in measured(TRUTH)], 132)
+    assert found.effect("peer").per_byte_of_memory == pytest.approx(0.0, abs=1e-15)

@@ -19,6 +19,7 @@ from undertow.plan.plan import Plan, Share, parse_strategy, split
 from undertow.plan.problem import Problem
 
 LANES = {"net": "", "peer": "the group spans several nodes", "dma": ""}
+FUSED = Plan("fused", "peer", ((0, 1),), tile=(128, 256), group_bands=8, own_last=True, piece=2048, split=0)
 
 
 def test_plan_imports_no_torch() -> None:
@@ -74,6 +75,7 @@ SIGNALED = Plan(
 
 
 def test_every_field_survives_the_file() -> None:
+    assert Plan.from_json(FUSED.to_json()) == FUSED
     assert Plan.from_json(SIGNALED.to_json()) == SIGNALED
     assert SIGNALED.digest == "685ef747efd46d94"  # plans on disk and ranks of other versions count on it
     for field in ("lane", "tile", "group_bands", "layout", "program", "deterministic", "order", "own_last", "share"):
@@ -116,7 +118,7 @@ def test_a_wrong_field_is_refused_by_name(field: str, value: Any, said: str) -> 
 
 @pytest.mark.parametrize("field", Plan.__slots__)
 def test_a_missing_field_is_refused(field: str) -> None:
-    fields = json.loads(SIGNALED.to_json())
+    fields = json.loads(FUSED.to_json())
     del fields[field]
     with pytest.raises(InvalidArgument, match=f"plan without {field}"):
         Plan.from_json(json.dumps(fields))

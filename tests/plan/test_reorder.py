@@ -94,7 +94,7 @@ def test_a_wrong_permutation_is_seen() -> None:
     assert not np.array_equal(unpack(buffer, wrong, 9, 7), matrix)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(planned(PACKING), st.integers(0, 7))
 def test_pieces_are_contiguous_and_hold_what_the_destination_gets(case: tuple[Problem, Plan], rank: int) -> None:
     problem, plan = case
@@ -122,7 +122,7 @@ def test_pieces_are_contiguous_and_hold_what_the_destination_gets(case: tuple[Pr
     assert parcel_tiles(grid, plan, rank) == tuple(np.bincount(table[:, PARCEL], minlength=len(cut)).tolist())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(planned(("matmul_reduce_scatter",)))
 def test_reduce_scatter_sums_pieces_and_each_rank_unpacks_its_shard(case: tuple[Problem, Plan]) -> None:
     problem, plan = case
@@ -142,7 +142,7 @@ def test_reduce_scatter_sums_pieces_and_each_rank_unpacks_its_shard(case: tuple[
         assert np.array_equal(result, sum(partial)[first : first + grid.shards[rank]])  # type: ignore[index]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 5))
 def test_all_to_all_from_the_matrix_of_splits(data: st.DataObject, ranks: int) -> None:
     """Every rank has other rows and the same plan; each computes from the splits what the others send it."""
@@ -180,7 +180,7 @@ def test_all_to_all_from_the_matrix_of_splits(data: st.DataObject, ranks: int) -
         assert np.array_equal(unpack(inbox, arriving_table(splits, n, plan, rank), rows, n), expected)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(planned(("all_gather_matmul",)))
 def test_every_row_arrives_once_and_before_the_tiles_that_read_it(case: tuple[Problem, Plan]) -> None:
     problem, plan = case

@@ -106,7 +106,7 @@ def test_more_waves_are_merged() -> None:
     dataclasses.replace(plan, parcels=best_parcels(problem, machines.machine(), plan)).check(problem)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.sampled_from(list(OPERATORS)),
     st.sampled_from([0, 1, 2, 37, 128, 1000, 4099]),

@@ -95,14 +95,11 @@ def test_this_machine_is_examined_without_touching_cuda() -> None:
 
 def test_cpu_only_machine() -> None:
     found = reasons(healthy())
-    assert list(found) == [f"{grain}:{lane}" for grain in ("serial", "chunked") for lane in ("net", "peer", "dma")] + [
-        "signaled",
-        "fused",
-    ]
+    everywhere = [f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled") for lane in ("net", "peer", "dma")]
+    assert list(found) == [*everywhere, "fused:peer"]
     assert found["serial:net"] == (True, "CPU: torch.distributed; GPU: no GPU is visible")
     assert found["chunked:dma"][0]
-    assert found["signaled"] == (False, "not yet built")
-    assert found["fused"] == (False, "not yet built")
+    assert found["fused:peer"] == (True, "CPU: shared memory; GPU: no GPU is visible")
 
 
 def test_forbidden_shared_memory_leaves_net_alone() -> None:

@@ -157,6 +157,56 @@ def test_chakra_of_several_ranks() -> None:
         chakra.simulate(traces[:3], NODE)
 
 
+def test_chakra_issues_what_is_ready() -> None:
+    """The second kernel stands behind one that waits for a long sum: it runs meanwhile."""
+    about: dict[str, Any] = {"comm_type": 0, "comm_size": 1 << 28}
+    nodes = [Node(0, "sum", COLL, (), 0, about), Node(1, "late", COMP, (0,), 50), Node(2, "early", COMP, (), 70)]
+    found = chakra.simulate([nodes], NODE)
+    ran = {task.name: one for task, one in zip(found.tasks, found.ran, strict=True)}
+    assert ran["sum"].end > 200e-6
+    assert ran["early"].start == 0
+    assert ran["late"].start == ran["sum"].end
+    queue = [Node(number, str(number), COMP, (), 10) for number in range(4)]  # one engine: one after the other
+    assert chakra.simulate([queue], NODE).seconds == pytest.approx(40e-6)
+
+
+def test_chakra_messages_of_different_pairs_do_not_queue() -> None:
+    def traces(pairs: list[tuple[int, int]]) -> list[list[Node]]:
+        found: list[list[Node]] = [[Node(99, "work", COMP, (), 1)] for _ in range(8)]
+        for number, (source, destination) in enumerate(pairs):
+            about: dict[str, Any] = {"comm_src": source, "comm_dst": destination, "comm_size": 1 << 26}
+            found[source].append(Node(number, "message", SEND, (), 0, about))
+            found[destination].append(Node(number, "message", RECV, (), 0, about))
+        return found
+
+    alone = chakra.simulate(traces([(0, 1)]), NODE).seconds
+    assert chakra.simulate(traces([(0, 1), (2, 3), (4, 5), (6, 7)]), NODE).seconds == pytest.approx(alone)
+    assert chakra.simulate(traces([(0, 1), (0, 1)]), NODE).seconds == pytest.approx(2 * alone)
+    assert chakra.simulate(traces([(0, 1), (0, 2)]), NODE).seconds == pytest.approx(2 * alone)  # they share a port
+    lonely = traces([(0, 1)])
+    lonely[0].pop()
+    with pytest.raises(SimulationRefused, match="node 0 of rank 1 is a receive that no send meets"):
+        chakra.simulate(lonely, NODE)
+
+
+def test_collectives_of_different_groups_share_only_links() -> None:
+    """Inside nodes and across them: different links, so both at once; twice across: one after the other."""
+    pod = Cluster.load("h100-pod").scaled(4)
+
+    def seconds(*groups: str, **options: Any) -> float:
+        step = Step(pod)
+        for number, group in enumerate(groups):
+            step.collective(
+                "all_reduce", 1 << 28, group=group, **{key: f"{one}{number}" for key, one in options.items()}
+            )
+        return step.run().seconds
+
+    inside, across = seconds("node"), seconds("across")
+    assert seconds("node", "across") == pytest.approx(max(inside, across))
+    assert seconds("across", "across") == pytest.approx(2 * across)
+    assert seconds("across", "across", stream="own ") == pytest.approx(2 * across)  # side by side on one link
+
+
 def test_chakra_with_damage(tmp_path: Path) -> None:
     good = tmp_path / "good.et"
     about: dict[str, Any] = {"comm_type": 0, "comm_size": 1 << 20}

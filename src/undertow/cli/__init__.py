@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from .. import __version__, settings
 from ..errors import UndertowError, UnusableTarget
-from . import bench, collective, collective_tune, plan
+from . import bench, c3, collective, collective_tune, plan
 from .demo import demo
 from .doctor import doctor
 from .profile import profile
@@ -70,6 +70,7 @@ for _command in (demo, run, doctor, profile, sim):
 collective.app.command("tune")(collective_tune.tune)
 app.add_typer(collective.app, name="collective")
 app.add_typer(plan.app, name="plan")
+app.add_typer(c3.app, name="c3")
 app.add_typer(bench.app, name="bench")
 
 

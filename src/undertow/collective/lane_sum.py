@@ -67,10 +67,15 @@ class Sum:
                 self(parts[-1], parts, operation)
 
     def _by_kernel(self, out: torch.Tensor, parts: list[torch.Tensor]) -> bool:
-        """All at once where parts lie equally far apart, as any two do; else two by two, where that rounds nothing."""
+        """All at once where parts are few or lie equally far apart; else two by two, where that rounds nothing."""
+        from ..kernels import combine
+
         addresses = [one.data_ptr() for one in parts]
         if len({after - before for before, after in itertools.pairwise(addresses)}) == 1:
             self._launch(out, parts)
+            return True
+        if len(parts) <= combine.MOST_PARTS:
+            self._combine(out, parts)
             return True
         if out.dtype in _HALVES or out.data_ptr() in addresses[2:]:
             return False
@@ -91,6 +96,19 @@ class Sum:
         kernel[(max(1, min(self._ctas, blocks)),)](
             out, parts[0], out.numel(), distance // size, len(parts), 16 if aligned else size, move.SUM_BLOCK,
             num_warps=move.SUM_WARPS,
+        )  # fmt: skip
+
+    def _combine(self, out: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """Parts that lie anywhere."""
+        from ..kernels import combine
+
+        aligned = all(one.data_ptr() % 16 == 0 for one in (out, *parts))
+        padded = [*parts, *[parts[0]] * (combine.MOST_PARTS - len(parts))]
+        blocks = -(-out.numel() // combine.BLOCK)
+        kernel: Any = combine.combine_kernel
+        kernel[(max(1, min(self._ctas, blocks)),)](
+            out, *padded, out, out.numel(), 0, 1, PARTS=len(parts), BIAS=False, ACTIVATION=combine.NONE,
+            ALIGNED=aligned, BLOCK=combine.BLOCK, num_warps=combine.WARPS,
         )  # fmt: skip
 
 

@@ -28,13 +28,15 @@ import torch.distributed as dist
 
 from .. import settings
 from ..errors import InvalidArgument
-from ..fabric import timeline
+from ..fabric import placement, timeline
 from ..fabric.flight_writer import call_text
 from ..fabric.group import Group
+from ..fabric.placement import Placement
 from ..fabric.registry import as_group
 from ..plan.plan import split
 from . import tables
 from .algorithms import LIBRARY
+from .copies import Copies
 from .cpu_interpreter import DONE, perform
 from .cpu_runtime import CpuExecutable, Prepared
 from .language import Program
@@ -65,7 +67,7 @@ def all_reduce(
     program: Program | None = None,
 ) -> torch.Tensor:
     """out = the sum (or other `op`) of every rank's `tensor`; in place unless `out` is given."""
-    if out is None or out is tensor:
+    if (out is None or out is tensor) and placement.current() is None:
         known = _known.get((group or dist.group.WORLD, program, op, tensor.dtype, tensor.numel()))
         if known is not None and known.run(tensor):
             return tensor
@@ -79,7 +81,7 @@ def all_reduce(
         result.copy_(wide.div_(on.size))
         return result
     _run("all_reduce", on, tensor, result, [tensor.numel()], op, program)
-    if result is tensor:
+    if result is tensor and placement.current() is None:
         _remember(group, program, op, tensor, on)
     return result
 
@@ -259,10 +261,17 @@ def _run(
         out = source if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     nbytes = sum(spans) * source.element_size()
     table = tables.of(on) if program is None else None
-    kind = _kind(collective, tuple(spans), source.dtype, in_place, op, program, root, on.device.type, on.nodes, table)
+    where = placement.current() or Placement()
+    kind = _kind(
+        collective, tuple(spans), source.dtype, in_place, op, program, root, on.device.type, on.nodes, table, where
+    )
     with on.call(collective, kind.shape, kind.plan):
         if nbytes:
             run = _executable(on, kind)
+            if on.device.type == "cuda" and placement.current() is not None:
+                # Whoever made them may free them while this stream is still at work.
+                for one in (source, out):
+                    one.record_stream(torch.cuda.current_stream(on.device))
             with on.fabric.guarded_call((out,)):
                 run.run(source, out, spans, op)
     if given is not out:
@@ -280,7 +289,7 @@ class _Known:
     def run(self, tensor: torch.Tensor) -> bool:
         """Whether it could be done this way."""
         group = self._group
-        if timeline.current() is not None or not (tensor.is_cpu and tensor.is_contiguous()):
+        if group.reserved or timeline.current() is not None or not (tensor.is_cpu and tensor.is_contiguous()):
             return False
         if tensor.requires_grad or tensor.is_neg():
             return False
@@ -315,7 +324,7 @@ def _remember(group: AnyGroup, program: Program | None, op: str, tensor: torch.T
         del _known[dead]
     spans = (tensor.numel(),)
     table = tables.of(on) if program is None else None
-    kind = _kind("all_reduce", spans, tensor.dtype, True, op, program, 0, on.device.type, on.nodes, table)
+    kind = _kind("all_reduce", spans, tensor.dtype, True, op, program, 0, on.device.type, on.nodes, table, Placement())
     run = on.fabric.kept.get(kind.number)
     if isinstance(run, CpuExecutable):
         text = call_text(on.name, kind.collective, kind.shape, kind.plan)
@@ -336,6 +345,9 @@ class _Kind(NamedTuple):
     shape: str
     plan: str
     number: int
+    lane: str | None = None
+    ctas: int | None = None
+    copies: bool = False  # by `Copies`, without the program
 
 
 _numbers: dict[tuple[object, ...], int] = {}
@@ -354,6 +366,7 @@ def _kind(
     device: str,
     nodes: list[int] | tuple[int, ...],
     table: Table | None,
+    where: Placement,
 ) -> _Kind:
     """The words say all that ranks must agree on: they compare them, and one that means something else is told so."""
     nbytes = sum(spans) * dtype.itemsize
@@ -362,19 +375,33 @@ def _kind(
     measured = table.find(collective, nbytes) if table is not None else None
     if measured is not None:
         choice, chosen = measured
+    copies = where.lane in ("dma", "net") and program is None
+    if where.ctas is not None and not copies:
+        choice = replace(choice, instances=max(1, min(choice.instances, where.ctas // choice.workers)))
+    lane = where.lane if where.lane in ("dma", "net") else None
+    key: tuple[object, ...] = (chosen, replace(choice, up_to=0), in_place, root)
+    if lane is not None:
+        key = (collective, root, lane, where.ctas) if copies else (*key, lane)
     with _numbers_lock:
-        number = _numbers.setdefault((chosen, replace(choice, up_to=0), in_place, root), len(_numbers))
+        number = _numbers.setdefault(key, len(_numbers))
     cut = zlib.crc32(repr(spans).encode())
     shape = f"{nbytes} bytes cut {cut:08x}, {str(dtype).removeprefix('torch.')}, {'in place' if in_place else 'apart'}"
     # Gloo ends a process whose messages differ from what it expects, so there ranks compare more often.
-    lane = ":net" if len(set(nodes)) > 1 else ""
-    plan = f"{chosen.name} {chosen.signature} {op} to {root}{lane}"
-    return _Kind(collective, chosen, choice, in_place, root, shape, plan, number)
+    wire = ":net" if len(set(nodes)) > 1 or lane == "net" else ""
+    plan = f"{'copies' if copies else f'{chosen.name} {chosen.signature}'} {op} to {root}{wire}"
+    if where != Placement():
+        plan += f" over {where.lane} by {where.ctas} CTAs"
+    ctas = where.ctas if copies else None
+    return _Kind(collective, chosen, choice, in_place, root, shape, plan, number, lane, ctas, copies)
 
 
 def _executable(on: Group, kind: _Kind) -> Executable:
     fabric = on.fabric
     found = cast("Executable | None", fabric.kept.get(kind.number))
+    if found is None and kind.copies:
+        assert kind.lane is not None
+        made = Copies(fabric, kind.lane, kind.collective, kind.root, kind.ctas)
+        fabric.kept[kind.number] = found = cast("Executable", made)  # all but a schedule, which nobody asks it for
     if found is None:
         if kind.program.collective != kind.collective:
             was, must = f"{kind.program.name}, for {kind.program.collective}", f"a program for {kind.collective}"
@@ -389,7 +416,9 @@ def _executable(on: Group, kind: _Kind) -> Executable:
             slots=choice.slots, depth=choice.depth, workers=choice.workers, instances=instances,
             packets=choice.packets,
         )  # fmt: skip
-        found = fabric.kept[kind.number] = executable(fabric, schedule, choice.stride)
+        found = fabric.kept[kind.number] = executable(
+            fabric, schedule, choice.stride if kind.lane is None else None, lane=kind.lane or "peer"
+        )
     return found
 
 

@@ -411,6 +411,10 @@ class Fabric(ABC):
     def computing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
         """What is computed inside uses so many SMs (on a CPU: threads) at most; None for all."""
 
+    def sharing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
+        """As `computing`, beside a collective; where ranks share a GPU, by grids that keep to it."""
+        return self.computing(multiprocessors)
+
     def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> contextlib.AbstractContextManager[None]:
         """Bracket a call: nobody may take half a result of an aborted one for a whole."""
         return _Guard(outputs)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from .. import errors
+from . import placement
 from .flight import FlightRing
 from .flight_writer import call_text
 
@@ -62,6 +64,9 @@ class Bracket:
     def __enter__(self) -> int:
         group = self._group
         group.check()
+        if group.reserved and placement.current() is None:
+            was = f"{group.name}, a collective of which runs beside this call"
+            raise errors.InvalidArgument(argument="group", was=was, must="another group, or the call after it")
         group.lock.acquire()
         try:
             group.calls += 1

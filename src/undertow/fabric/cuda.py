@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import errors
-from . import atomics, stream_memory, torch_symmetric
+from . import atomics, green, stream_memory, torch_symmetric
 from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
 from .pinned import PinnedSegment
-from .share import on_multiprocessors
+from .share import bounded_grids, on_multiprocessors
 from .signals import Signals, Step
 from .stream_guard import StreamGuard
 
@@ -154,6 +154,20 @@ class CudaFabric(Fabric):
 
     def computing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
         return on_multiprocessors(multiprocessors, self.device, self.shares_device)
+
+    def sharing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
+        """Whole cards are divided once, by `divide`: the caller is then on a stream of its part."""
+        return bounded_grids(multiprocessors, self.device)
+
+    def divide(self, multiprocessors: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+        """Streams of two green contexts that share no SM: the first with so many SMs, the second with the others."""
+        if self.shares_device:
+            reason = "ranks share this GPU, and MPS and green contexts exclude each other"
+            raise errors.StrategyUnavailable(
+                strategy="a partition", reason=reason, possible="kernels with a bounded grid"
+            )
+        with self._lock:
+            return green.divided(self.device, multiprocessors)
 
     @contextlib.contextmanager
     def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> Iterator[None]:

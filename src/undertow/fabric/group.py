@@ -57,6 +57,8 @@ class Group:
         self._agreed: set[tuple[str, str, str]] = set()
         self._last_agreed: tuple[str, str, str] | None = None
         self.closed = False
+        #: whether a collective of this group runs beside a computation: nothing else of the group may come between
+        self.reserved = False
         self._failure: errors.UndertowError | None = None
         self._failure_lock = threading.Lock()
         self._failure_known = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -49,6 +50,40 @@ def on_multiprocessors(count: int | None, device: torch.device, shares_device: b
         outside.wait_stream(torch.cuda.current_stream(device))
     finally:
         context.pop_context()
+
+
+_bound = threading.local()
+
+
+def bound() -> int | None:
+    """How many SMs kernels of this thread should size their persistent grids for; None: all that they see."""
+    return getattr(_bound, "count", None)
+
+
+@contextlib.contextmanager
+def bounded_grids(count: int | None, device: torch.device) -> Iterator[None]:
+    """The partition of a GPU that several ranks share, where no driver can divide it: grids of at most `count` CTAs.
+
+    Kernels that size their own grid ask `bound()`; cuBLAS is told the number of SMs that it should fill. Kernels that
+    know of neither take what they take: this is a request, and only what keeps to it is bounded.
+    """
+    _check(count)
+    if count is None:
+        yield
+        return
+    visible = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    if count > visible:
+        raise errors.InvalidArgument(argument="multiprocessors", was=count, must=f"at most the {visible} SMs seen here")
+    library, carved = torch.backends.cuda.preferred_blas_library(), torch._C._get_sm_carveout_experimental()
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # the one of the two that takes a number of SMs
+    torch._C._set_sm_carveout_experimental(visible - count)
+    before, _bound.count = bound(), count
+    try:
+        yield
+    finally:
+        torch._C._set_sm_carveout_experimental(carved)
+        torch.backends.cuda.preferred_blas_library(library)
+        _bound.count = before
 
 
 def _check(count: int | None) -> None:

@@ -64,7 +64,7 @@ def _count(counter, BULK: tl.constexpr):
 
 
 @triton.jit
-def _halves(tile):
+def halves(tile):
     """The left and the right half of a tile's columns."""
     ROWS: tl.constexpr = tile.shape[0]
     COLUMNS: tl.constexpr = tile.shape[1]
@@ -96,7 +96,7 @@ def _store_part(
 
 
 @triton.jit
-def _store(
+def store_tile(
     out, c, bias, tile, entry, PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -105,21 +105,21 @@ def _store(
     if PARTS == 1:
         _store_part(out, c, bias, tile, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
     else:
-        left, right = _halves(tile)
+        left, right = halves(tile)
         if PARTS == 2:
             _store_part(out, c, bias, left, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
             _store_part(out, c, bias, right, entry, WIDTH, BULK, EVEN, BIAS, ACTIVATION)
         else:
-            first, second = _halves(left)
+            first, second = halves(left)
             _store_part(out, c, bias, first, entry, 0, BULK, EVEN, BIAS, ACTIVATION)
             _store_part(out, c, bias, second, entry, WIDTH, BULK, EVEN, BIAS, ACTIVATION)
-            third, fourth = _halves(right)
+            third, fourth = halves(right)
             _store_part(out, c, bias, third, entry, 2 * WIDTH, BULK, EVEN, BIAS, ACTIVATION)
             _store_part(out, c, bias, fourth, entry, 3 * WIDTH, BULK, EVEN, BIAS, ACTIVATION)
 
 
 @triton.jit
-def _product(
+def multiply(
     a, b, row, column, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
@@ -158,13 +158,13 @@ def gemm_kernel(
     for position in tl.range(program, tiles, programs, flatten=True):
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        total = _product(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
         entry = table + stored * ENTRY
         if SIGNAL and DEFER:
             if stored != program:
                 _count(finished, BULK)
-        _store(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         finished = counters + tl.load(entry + 6).to(tl.int32) * WORD
         if SIGNAL and not DEFER:
             _count(finished, BULK)
@@ -174,46 +174,31 @@ def gemm_kernel(
 
 
 @triton.jit(do_not_specialize=_BULK_ARGUMENTS)
-def fetching_gemm_kernel(
+def waiting_gemm_kernel(
     a, b, c, out, bias, table, counters, tiles: tl.int32, inner: tl.int32, next_tile, abort, error,
     deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, SIGNAL: tl.constexpr, DEFER: tl.constexpr,
-    WAITS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """The same, but a CTA that is ready takes the next tile that nobody has: `next_tile` counts those taken, from 0.
+    """The same for tiles that wait for rows of `a`, whose loads must not run ahead of the wait; nothing is counted.
 
-    For a GPU that is shared: a CTA that finds no SM for a while then holds back no tile of an early parcel. And
-    (WAITS) for tiles that wait for rows of `a`, whose loads must not run ahead of the wait. The fetch is relaxed: it
-    carries nothing but the number.
+    A CTA that is ready takes the next tile that nobody has: `next_tile` counts those taken, from 0. The fetch is
+    relaxed: it carries nothing but the number.
     """
     steps = tl.cdiv(inner, BLOCK_K)
     status = 0
-    finished = counters
-    tiles_here = 0
     position = tl.atomic_add(next_tile, 1, sem="relaxed")
     while position < tiles:
         following = tl.atomic_add(next_tile, 1, sem="relaxed")
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         counter = counters + tl.load(entry + 6).to(tl.int32) * WORD
-        if WAITS:
-            if status == ARRIVED:
-                status = signal_wait(counter, 1, abort, deadline_ns)
-                proxy_fence()
-        total = _product(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
-        if SIGNAL and DEFER:
-            if tiles_here > 0:
-                _count(finished, BULK)
-        _store(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
-        if SIGNAL and not DEFER:
-            _count(counter, BULK)
-        finished = counter
-        tiles_here += 1
+        if status == ARRIVED:
+            status = signal_wait(counter, 1, abort, deadline_ns)
+            proxy_fence()
+        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         position = following
-    if SIGNAL and DEFER:
-        if tiles_here > 0:
-            _count(finished, BULK)
     if status != ARRIVED:
         report_error(error, status)
 
@@ -253,7 +238,7 @@ def plain_gemm_kernel(
             total = tl.dot(x, w, total, input_precision="ieee")
             a_pointers += BLOCK_K * a_column
             b_pointers += BLOCK_K * b_row
-        _store(out, out, bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
+        store_tile(out, out, bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
         if SIGNAL:
             _count(counter, False)
     if status != ARRIVED:

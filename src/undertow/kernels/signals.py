@@ -87,6 +87,46 @@ JOIN:
 END:
 }""")
 
+# For several words that lie next to each other: thread i polls word i, all but the one that is skipped. What goes wrong
+# is said here, so that a loop around it need not carry a status, which would end its loads that run ahead.
+_WAIT_ALL = tl.constexpr("""{
+    .reg .pred other, done, again, stop;
+    .reg .b32 thread, seen, polls;
+    .reg .b64 begin, passed, place;
+    mov.u32 thread, %tid.x;
+    setp.ge.u32 other, thread, $3;
+    @other bra JOIN;
+    setp.eq.u32 other, thread, $4;
+    @other bra JOIN;
+    mad.wide.u32 place, thread, 4, $1;
+    mov.b32 polls, 0;
+    mov.u64 begin, %globaltimer;
+POLL:
+    ld.acquire.sys.global.b32 seen, [place];
+    sub.s32 seen, seen, $2;
+    setp.ge.s32 done, seen, 0;
+    @done bra JOIN;
+    add.u32 polls, polls, 1;
+    and.b32 seen, polls, 1023;
+    setp.ne.u32 again, seen, 0;
+    @again bra POLL;
+    ld.relaxed.sys.global.b32 seen, [$5];
+    setp.ne.s32 stop, seen, 0;
+    @stop bra STOP;
+    mov.u64 passed, %globaltimer;
+    sub.u64 passed, passed, begin;
+    setp.lt.u64 again, passed, $7;
+    @again bra POLL;
+    st.relaxed.sys.global.b32 [$6], 2;
+    st.relaxed.sys.global.b32 [$5], 1;
+    bra JOIN;
+STOP:
+    st.relaxed.sys.global.b32 [$6], 1;
+JOIN:
+    barrier.sync 0;
+    mov.b32 $0, 0;
+}""")
+
 _STORE = tl.constexpr("""{
     .reg .pred first;
     .reg .b32 thread;
@@ -148,6 +188,23 @@ def signal_wait(pointer, target, abort_pointer, deadline_ns):
     """
     arguments = [pointer, tl.cast(target, tl.int32), abort_pointer, tl.cast(deadline_ns, tl.int64)]
     return tl.inline_asm_elementwise(_WAIT, "=r,l,r,l,l", arguments, dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def signal_wait_all(pointer, target, count, skipped, abort_pointer, error_pointer, deadline_ns):
+    """Wait until `count` int32 signals from `pointer` on, 4 bytes apart, have reached `target`, as `signal_wait` does.
+
+    Number `skipped` is left out (-1: none). Each is polled, and acquired at system scope, by a thread of its own, so
+    `count` is at most the threads of the CTA; the CTA barrier inside gives to all what each acquired. Returns zero.
+
+    A wait that is aborted or late says so in the error word and comes back: the caller goes on with whatever is there,
+    as outputs of an aborted call are poisoned. One that is late also sets the abort word, so that all others give up.
+    """
+    arguments = [
+        pointer, tl.cast(target, tl.int32), tl.cast(count, tl.int32), tl.cast(skipped, tl.int32), abort_pointer,
+        error_pointer, tl.cast(deadline_ns, tl.int64),
+    ]  # fmt: skip
+    return tl.inline_asm_elementwise(_WAIT_ALL, "=r,l,r,r,r,l,l,l", arguments, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

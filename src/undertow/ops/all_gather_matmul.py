@@ -10,6 +10,8 @@
 word. `signaled` is one matmul whose tiles wait for the rows that a lane outside it brings: own rows first, then those
 of the following ranks, in the order of their arrival.
 
+`fused` is the matmul that brings its rows itself: part of it pushes this rank's rows to the others.
+
     communication   | rows 0 | rows 1 | rows 2 | ...
     compute         | own    | tiles of rows 0 | tiles of rows 1 | ...
 """
@@ -34,6 +36,7 @@ from .beside import Arriving
 from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish
+from .fused import run as run_fused
 from .library import all_gather_matmul as operator
 from .operands import check_factors, dtype_name, output
 from .overlap import give_up, half_way, join
@@ -135,6 +138,9 @@ def _run(
     lane: Lane,
     arriving: Arriving | None = None,
 ) -> None:
+    if plan.grain == "fused":
+        run_fused(x, w, y, problem, plan, finish, fabric, lane, arriving=arriving)
+        return
     rank, size, k = fabric.group.rank, fabric.group.size, problem.k
     firsts = [sum(problem.shards[:source]) for source in range(size)]
     gathered = x.new_empty(problem.m, k)

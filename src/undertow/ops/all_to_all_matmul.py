@@ -7,7 +7,8 @@
 | y | [sum over sources s of splits[s][r], N]: rows from rank 0, then rows from rank 1, ... |
 
 The mirror image of `matmul_all_to_all`, and its gradient: there rows leave as they are made, here they are multiplied
-as they arrive. Two grains: `serial`, and `chunked`, where a parcel holds a fraction of every sender's rows.
+as they arrive. `serial`; `chunked`, where a parcel holds a fraction of every sender's rows; and, on a CPU, `fused`: the
+thread that computes puts its rows where they are for, band by band, and multiplies each band that has come.
 
     communication   | parcel 0 | parcel 1 | parcel 2 | ...
     compute                    | rows of 0 | rows of 1 | ...
@@ -30,9 +31,11 @@ from ..fabric.registry import as_group
 from ..plan.defaults import default_plan
 from ..plan.plan import Plan, parse_strategy
 from ..plan.problem import Problem
+from . import fused_cpu
 from . import gradients as _gradients  # noqa: F401 - registers them
 from .all_gather_matmul import bring_and_multiply
 from .beside import Arriving
+from .choose import refuse_fused
 from .differentiable import autocast, differentiable, finished, name_of, refuse_in_place
 from .explain import Choice, Explanation, remember
 from .finish import Finish, check_finish
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
     from ..fabric.base import Lane
 
 OPERATOR = "all_to_all_matmul"
-GRAINS = ("serial", "chunked")
+GRAINS = ("serial", "chunked", "fused")
 _SHOWN = 48  # characters of a matrix of splits that a message shows
 
 
@@ -134,6 +137,8 @@ def _planned(problem: Problem, group: Group, strategy: str) -> tuple[Plan, str]:
             problem, grain, near
         ), "Nothing is measured for this operator: rows are multiplied as they come."
     grain, lane = parse_strategy(strategy, GRAINS, lanes, near)
+    if grain == "fused":
+        refuse_fused(strategy, problem, lane, group)
     return default_plan(problem, grain, lane), "The strategy was given."
 
 
@@ -149,6 +154,10 @@ def _run(
     lane: Lane,
     arriving: Arriving | None,
 ) -> None:
+    if plan.grain == "fused":
+        with half_way(on):
+            fused_cpu.arrive(x, w, received, y, matrix, plan, finish, on.fabric, arriving)
+        return
     rank, k = on.rank, x.shape[1]
     x = x.contiguous()
     shards = [row[rank] for row in matrix]

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..errors import StrategyUnavailable
+from ..plan import fused
 from ..plan.defaults import default_plan
-from ..plan.plan import Plan, parse_strategy
+from ..plan.plan import EMBEDDING, Plan, parse_strategy
 from .explain import Choice, Explanation, remember
+from .fused import unavailable
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +22,7 @@ if TYPE_CHECKING:
     from ..plan.problem import Problem
     from .program import ProgramCall
 
-GRAINS = ("serial", "chunked", "signaled")
+GRAINS = ("serial", "chunked", "signaled", "fused")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,25 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
     if plan is not None:
         parse_strategy(plan.name, request.grains, lanes, plan.lane)
         plan.check(problem)
+        if plan.grain == "fused" and problem.operator != EMBEDDING:
+            refuse_fused(plan.name, problem, plan.lane, request.group)
         return Choice(plan, "The plan was given.")
     if strategy == "auto":
         from .tuning import auto
 
         return auto(request)
-    grain, lane = parse_strategy(strategy, request.grains, lanes, request.lane)
+    usual = "peer" if strategy == "fused" else request.lane
+    grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
+    if grain == "fused" and problem.operator != EMBEDDING:
+        refuse_fused(strategy, problem, lane, request.group)
     return Choice(default_plan(problem, grain, lane), "The strategy was given.")
+
+
+def refuse_fused(strategy: str, problem: Problem, lane: str, group: Group) -> None:
+    """Refuse, by one sentence, a fused call that no kernel can do. Nothing else runs in its place."""
+    reason = fused.why_not(problem, lane) or unavailable(group)
+    if reason:
+        lanes = group.fabric.lanes()
+        there = [one for one in ("peer", "dma", "net") if not lanes[one]]
+        possible = ", ".join([*(f"signaled:{one}" for one in there), *(f"serial:{one}" for one in there)])
+        raise StrategyUnavailable(strategy=strategy, reason=reason, possible=possible)

@@ -38,7 +38,7 @@ _TABLES, _COUNTERS, _CAPTURED = object(), object(), object()  # names of what is
 
 
 @dataclass(frozen=True, slots=True)
-class _Factor:
+class Factor:
     """A matrix whose rows are contiguous, perhaps after a transposition."""
 
     tensor: torch.Tensor
@@ -151,14 +151,14 @@ class CudaTileProduct(Product):
         tiles, inner = self._table.shape[0], self._x.shape[1]
         bias = self._finish.bias if self._finish is not None else None
         shared: dict[str, Any] = {
-            "SIGNAL": not self.waits_for_rows, "BIAS": bias is not None,
+            "BIAS": bias is not None,
             "ACTIVATION": ACTIVATIONS.index(self._finish.activation) if self._finish is not None else 0,
             "BLOCK_M": block_m, "BLOCK_N": block_n, "EVEN": self._even,
         }  # fmt: skip
         ends = (guard.abort, guard.error, int(self._fabric.group.deadline * 1e9))
         grid = (max(1, min(tiles, self._plan.share.multiprocessors or self._fabric.multiprocessors)),)
         given = self._buffer if bias is None else bias.contiguous()
-        x, w = _Factor(_rows_contiguous(self._x), False), _as_factor(self._w)
+        x, w = Factor(rows_contiguous(self._x), False), as_factor(self._w)
         kernel: Any
         if x.tensor.dtype in _HALVES and x.bulk and w.bulk and _has_tma(self._fabric.device) and block_m in _BLOCK_K:
             block_k = _BLOCK_K[block_m]
@@ -174,19 +174,20 @@ class CudaTileProduct(Product):
             )  # fmt: skip
             constants = {
                 "BLOCK_K": block_k, "TRANSPOSED": w.transposed, "PARTS": parts, "BULK": self._bulk_stores,
-                "DEFER": self._bulk_stores, "num_warps": 8, "num_stages": 4,
+                "num_warps": 8, "num_stages": 4,
             }  # fmt: skip
             if self.waits_for_rows:
-                kernel = gemm.fetching_gemm_kernel
-                kernel[grid](*arguments, self._fetched, *ends, WAITS=self.waits_for_rows, **constants, **shared)
+                kernel = gemm.waiting_gemm_kernel
+                kernel[grid](*arguments, self._fetched, *ends, **constants, **shared)
             else:
                 kernel = gemm.gemm_kernel
-                kernel[grid](*arguments, **constants, **shared)
+                kernel[grid](*arguments, SIGNAL=True, DEFER=self._bulk_stores, **constants, **shared)
             return
         kernel = gemm.plain_gemm_kernel
         kernel[grid](
             self._x, self._w, self._buffer, given, self._table, self._counters, tiles, inner, *self._x.stride(),
             *self._w.stride(), *ends, BLOCK_K=32, PARTS=2 if block_n <= 128 else 4, WAITS=self.waits_for_rows,
+            SIGNAL=not self.waits_for_rows,
             num_warps=8 if block_m * block_n > 128 * 64 else 4, num_stages=2, **shared,
         )  # fmt: skip
 
@@ -238,17 +239,17 @@ def counters(fabric: CudaFabric, parcels: int) -> torch.Tensor:
     return found
 
 
-def _rows_contiguous(x: torch.Tensor) -> torch.Tensor:
+def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _as_factor(w: torch.Tensor) -> _Factor:
+def as_factor(w: torch.Tensor) -> Factor:
     """w [K, N] as it lies: by rows, by columns, or copied."""
     if w.stride(1) == 1:
-        return _Factor(w, False)
+        return Factor(w, False)
     if w.stride(0) == 1:
-        return _Factor(w.t(), True)
-    return _Factor(w.contiguous(), False)
+        return Factor(w.t(), True)
+    return Factor(w.contiguous(), False)
 
 
 def _has_tma(device: torch.device) -> bool:

@@ -13,7 +13,8 @@ K_r may differ between ranks, and may be zero. `serial` multiplies, then reduces
     communication          | sum 0 | sum 1 | sum 2 | ...        | sum last |
 
 A parcel is reduced by its ranks in equal parts (each sums one part and hands the sum to all), or by the backend's own
-collective on lane `net`.
+collective on lane `net`. `fused`: whole bands of tiles belong to ranks; a finished tile goes straight into its owner's
+memory, and the owner's sum to all. Few rows are a case of their own: every rank's product goes to all, and all sum.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from .beside import Beside
 from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish, finish_text
+from .fused import run as run_fused
 from .library import matmul_all_reduce as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
@@ -142,6 +144,9 @@ def run(
     beside: Beside | None = None,
 ) -> None:
     """`compute` False: only what moves, for measurements."""
+    if plan.grain == "fused":
+        run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
+        return
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"
     buffer = y.new_empty(y.numel()) if packed else y.view(-1)

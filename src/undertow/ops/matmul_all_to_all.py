@@ -31,6 +31,7 @@ from .beside import Beside
 from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish
+from .fused import run as run_fused
 from .library import matmul_all_to_all as operator
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
@@ -166,6 +167,9 @@ def run(
     beside: Beside | None = None,
 ) -> None:
     """`compute` False: only what moves, for measurements."""
+    if plan.grain == "fused":
+        run_fused(x, w, y, problem, plan, finish, fabric, lane, beside, matrix=matrix)
+        return
     rank, n = fabric.group.rank, problem.n
     buffer = x.new_empty(problem.m * n)
     packed = plan.grain == "signaled" and plan.layout == "packed"

@@ -7,7 +7,8 @@
 | y_shard_m | [M_r, N] | M: rank r holds rows in the order of torch.tensor_split, which may be none |
 
 Every parcel holds a share of every rank's rows, so that all ranks have something to send and to sum from the first
-parcel on. Each rank sums what the others send for its own rows.
+parcel on. Each rank sums what the others send for its own rows. `fused`: a finished tile goes straight into the memory
+of the rank that owns its rows, own rows last; the owner sums as the parts of a tile have arrived.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .beside import Beside
 from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish, finish_text
+from .fused import run as run_fused
 from .library import matmul_reduce_scatter as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
@@ -155,6 +157,9 @@ def run(
     beside: Beside | None = None,
 ) -> None:
     """`compute` False: only what moves, for measurements."""
+    if plan.grain == "fused":
+        run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
+        return
     rank, n = fabric.group.rank, problem.n
     buffer = x.new_empty(problem.m * n)
     packed = plan.grain == "signaled" and plan.layout == "packed"

@@ -31,6 +31,7 @@ from ..plan.predict import matmul_seconds, predict
 from ..plan.search import ranked
 from ..plan.tuner import BUDGET_SECONDS, Decision, Trial
 from .explain import Candidate, Choice
+from .fused import unavailable
 from .machine import available, identity, machine_of, seconds_of
 
 if TYPE_CHECKING:
@@ -234,7 +235,9 @@ def _measured(request: Request, problem: Problem, budget_seconds: float) -> Choi
     machine = machine_of(group)
     plans = [_serial(problem, group)]  # the first rank's list counts, so only that one searches
     if group.rank == 0:
-        plans = _worth_measuring(ranked(problem, machine, available(group)))
+        no_fused = unavailable(group)
+        found = ranked(problem, machine, available(group))
+        plans = _worth_measuring([one for one in found if not (no_fused and one[0].grain == "fused")])
     with _unchanged(request):
         return _tried(request, problem, machine, plans, budget_seconds)
 

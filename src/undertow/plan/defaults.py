@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from . import fused
 from .plan import EMBEDDING, SLICES, Plan, Share, split
 from .problem import Problem
 
@@ -36,6 +37,8 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
         return _embedding(problem, grain, lane)
     if grain == "signaled":
         return _signaled(problem, lane)
+    if grain == "fused":
+        return fused_plan(problem, lane)
     moved = problem.result_bytes
     if problem.operator == "all_gather_matmul":  # ranks differ in columns; what moves are rows of x
         moved = problem.m * problem.k * problem.item_size
@@ -43,6 +46,33 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
     if grain == "serial" and lane == "net":
         parts = 1
     return Plan(grain, lane, split(problem.m, max(1, min(parts, problem.m))))
+
+
+def fused_plan(problem: Problem, lane: str) -> Plan:
+    """A fused plan. On a GPU: few rows go to all ranks at once, and who gathers has enough CTAs to bring the rows."""
+    if problem.device == "cpu":
+        tile, split = _tile(problem), 0
+        if problem.operator == "matmul_all_reduce":  # every rank owns bands of it
+            tile = max(1, min(tile[0], -(-problem.m // problem.ranks))), tile[1]
+    else:
+        shortest = min(problem.shards) if problem.operator != "matmul_all_reduce" else problem.m // problem.ranks
+        tile, split = fused.GPU_TILES[0 if shortest > fused.GPU_TILES[1][0] else 1], 0
+        if problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
+            tile = next(one for one in fused.DECODE_TILES if one[0] >= problem.m)
+            split = 1
+    # A line has room for so many pieces; they are powers of two.
+    piece = max(1024, 1 << max(0, -(-problem.k // fused.LINE) - 1).bit_length())
+    share = Share(communication_ctas=_loaders(problem)) if problem.device == "cuda" else Share()
+    return Plan(
+        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=problem.operator != "all_gather_matmul",
+        piece=piece, split=split,
+    )  # fmt: skip
+
+
+def _loaders(problem: Problem) -> int:
+    """CTAs that push rows: few where there is much to compute while they do."""
+    bands = sum(-(-rows // _CUDA_TILE[0]) for rows in problem.shards) // max(1, problem.ranks)
+    return max(1, min(problem.multiprocessors // 2, 8 if bands <= 2 else 6 if bands <= 4 else 4))
 
 
 def program_plan(problem: Problem, lane: str, program: str, parcels: int | None = None) -> Plan:

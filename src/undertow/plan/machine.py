@@ -259,7 +259,9 @@ def _interference(section: Section) -> Interference:
 
 
 def _effect(section: Section) -> Effect:
-    effect = Effect(*(section.not_negative(name) for name in ("contention", "per_byte", "crowding")))
+    needed = {name: section.not_negative(name) for name in ("contention", "per_byte", "crowding")}
+    memory = ("per_byte_of_memory", "crowding_of_memory")
+    effect = Effect(**needed, **{name: section.not_negative(name) for name in memory if section.has(name)})
     section.finish()
     return effect
 

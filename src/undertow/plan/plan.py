@@ -30,6 +30,8 @@ OPERATORS = {
 EMBEDDING, SLICES = "embedding_all_to_all", "slices"
 """The operator that has no product, and the order of its plans; `bags.py` says what it is."""
 ORDERS = (*OPERATORS.values(), SLICES)
+_FUSED_FIELDS = {"piece": 1024, "split": 0}
+"""What only fused plans have, and what it is elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,10 @@ class Plan:
     - `order` is how tiles follow each other, `own_last` whether those a rank keeps come last in each parcel;
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
 
+    fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
+    `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
+    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange.
+
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
     fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
     of a bag are asked for before the first is added; without a tile both follow from the tables that are met.
@@ -75,6 +81,8 @@ class Plan:
     layout: str = "natural"
     program: str = ""
     deterministic: bool = False
+    piece: int = 1024
+    split: int = 0
 
     @property
     def name(self) -> str:
@@ -86,13 +94,20 @@ class Plan:
         return max((stop for _, stop in self.parcels), default=0)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
+        fields = asdict(self)
+        if self.grain != "fused":  # what others do not have is left out: plans on disk keep their names
+            for name in _FUSED_FIELDS:
+                del fields[name]
+        return json.dumps(fields, sort_keys=True)
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read back what `to_json` wrote; anything else is refused with one sentence."""
         try:
-            fields = _exactly(Plan, json.loads(text))
+            found = json.loads(text)
+            if isinstance(found, dict) and found.get("grain") != "fused":
+                found = _FUSED_FIELDS | found
+            fields = _exactly(Plan, found)
             share = Share(**_exactly(Share, fields.pop("share")))
             parcels = tuple(_pair(pair) for pair in fields.pop("parcels"))
             tile = fields.pop("tile")
@@ -124,10 +139,13 @@ class Plan:
             (
                 "tile",
                 self.tile,
-                "given for a signaled plan",
-                self.grain != "signaled" or self.order == SLICES or self.tile is not None,
+                f"given for a {self.grain} plan",
+                self.grain in GRAINS[:2] or self.order == SLICES or self.tile is not None,
             ),
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
+            ("piece", self.piece, "at least 1", _whole(self.piece, 1)),
+            ("split", self.split, "at least 0", _whole(self.split, 0)),
+            ("split", self.split, "0 and piece 1024 unless the grain is fused", self._fits_its_grain()),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
             ("layout", self.layout, f"one of {', '.join(LAYOUTS)}", self.layout in LAYOUTS),
             ("program", self.program, "a text", isinstance(self.program, str)),
@@ -139,6 +157,9 @@ class Plan:
         for field, was, must, good in limits:
             if not good:
                 raise InvalidArgument(argument=f"plan.{field}", was=repr(was), must=must)
+
+    def _fits_its_grain(self) -> bool:
+        return self.grain == "fused" or {"piece": self.piece, "split": self.split} == _FUSED_FIELDS
 
     def _packs_what_stays(self) -> bool:
         return self.grain == "signaled" and self.order == "rotated" and self.layout == "packed"
@@ -153,7 +174,8 @@ class Plan:
             self.check_rows(self.extent or problem.m)  # fractions
             return
         if self.grain == "fused":
-            raise InvalidArgument(argument="plan", was=self.name, must="serial, chunked or signaled")
+            self._check_fused(problem)
+            return
         if self.grain in ("serial", "chunked"):
             any_rows = problem.operator == "matmul_all_to_all" and self.extent > 0  # fractions
             self.check_rows(self.extent if any_rows else problem.m)
@@ -184,6 +206,36 @@ class Plan:
         if literal and columns and any(bound % columns for bound in bounds):
             must = f"of parcels of whole bands, multiples of {columns} tiles, or packed"
             raise InvalidArgument(argument="plan", was="of natural layout and parcels of other sizes", must=must)
+
+    def _check_fused(self, problem: Problem) -> None:
+        from . import fused
+
+        reason = fused.why_not(problem, self.lane)
+        if reason:
+            raise InvalidArgument(argument="plan", was=f"{self.name}, but {reason}", must="serial, chunked or signaled")
+        form = fused.form(problem, self)
+        few = problem.m <= fused.MOST_DECODE_ROWS and self.split * problem.ranks <= fused.MOST_PACKETS
+        tiles = fused.DECODE_TILES if form == fused.DECODE else fused.GPU_TILES
+        tile_fits = problem.device == "cpu" or self.tile in tiles
+        if form == fused.DECODE and self.tile is not None:
+            tile_fits = tile_fits and self.tile[0] >= problem.m
+        pieces = -(-problem.k // self.piece)
+        limits: tuple[tuple[str, object, str, bool], ...] = (
+            ("parcels", list(self.parcels), "one: each tile moves by itself", len(self.parcels) == 1),
+            ("tile", self.tile, f"one of {list(tiles)} that holds all rows where K is split", tile_fits),
+            ("split", self.split, f"0 for {problem.m} rows and {problem.ranks} ranks", not self.split or few),
+            ("split", self.split, f"0 for {problem.operator}", not self.split or form == fused.DECODE),
+            (
+                "piece",
+                self.piece,
+                "a power of two from 256 to 16384 on a GPU",
+                problem.device == "cpu" or self.piece in (256 << one for one in range(7)),
+            ),
+            ("piece", self.piece, f"such that K of {problem.k} has at most {fused.LINE}", pieces <= fused.LINE),
+        )
+        for field, was, must, good in limits:
+            if not good:
+                raise InvalidArgument(argument=f"plan.{field}", was=repr(was), must=must)
 
     def check_rows(self, rows: int) -> None:
         """Refuse a plan made for another number of rows: its parcels must cover [0, rows) once, in any order."""
@@ -237,7 +289,12 @@ def parse_strategy(strategy: str, grains: tuple[str, ...], lanes: dict[str, str]
     """`"grain"` or `"grain:lane"` to a pair that can run here. `lanes` maps a lane to why it is missing, or ""."""
     grain, _, lane = strategy.partition(":")
     lane = lane or default_lane
-    possible = ", ".join(f"{one}:{other}" for one in grains for other, missing in lanes.items() if not missing)
+    possible = ", ".join(
+        f"{one}:{other}"
+        for one in grains
+        for other, missing in lanes.items()
+        if not missing and (one != "fused" or other == "peer")
+    )
     if grain not in GRAINS or lane not in LANES:
         must = f'"auto", a grain ({", ".join(GRAINS)}) or "grain:lane" with lanes {", ".join(LANES)}'
         raise InvalidArgument(argument="strategy", was=repr(strategy), must=must)

@@ -24,6 +24,11 @@ is cut: lanes are measured with their own pipelining.
 at twice the speed of a copy. What is fused moves while it is pooled, and takes as long as the longer of the two.
 
 A parcel counts as its share of the tiles, tails and uneven splits notwithstanding.
+
+**Fused.** Tiles move while others are computed, so the longer of the two counts, the matmul slowed by the lane. What
+comes after is the last tile's way (signal, skew), and what only one rank can do then: the owner reads all ranks' parts
+of its rows, for all_reduce every rank copies the others' sums. Few rows are exchanged when they are multiplied, all at
+once. On a CPU the thread that computes also moves: one after the other.
 """
 
 from __future__ import annotations
@@ -66,11 +71,13 @@ class Prediction:
 
 def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     """The seconds of one call. The plan must fit the problem (`Plan.check`)."""
+    if plan.grain == "fused" and problem.operator != EMBEDDING:
+        return _fused(problem, plan, machine)
     parcels = plan.parcels if plan.grain != "serial" else ((0, plan.extent),)
     bounds = [0, *itertools.accumulate(stop - start for start, stop in parcels)]
     computing = _matmul_times(problem, plan, machine, bounds)
     moving = [_moving(problem, plan, machine, start, stop, max(1, bounds[-1])) for start, stop in parcels]
-    if plan.grain == "fused":
+    if plan.grain == "fused":  # of embedding_all_to_all: rows are stored where they are wanted
         alone = sum(computing), sum(cost for cost, _ in moving)
         return Prediction(*alone, 0.0, max(alone) + machine.work.skew)
     steps, total = _steps(problem, plan, machine, computing, moving)
@@ -79,6 +86,29 @@ def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     unpack = unpack_seconds(problem, machine) if packed else 0.0
     end = max(producer_end, consumer_end) + unpack
     return Prediction(sum(computing), sum(cost for cost, _ in moving), unpack, end)
+
+
+def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
+    (gemm,) = _matmul_times(problem, plan, machine, [0, 1])
+    gathers = problem.operator == "all_gather_matmul"
+    nbytes = problem.m * problem.k * problem.item_size if gathers else problem.result_bytes
+    communication, speed = collective_seconds(problem, machine, plan.lane, nbytes)
+    if machine.device == "cpu" or plan.split:
+        return Prediction(gemm, communication, 0.0, gemm + communication)
+    after = fused_rest_seconds(problem, machine)
+    slow = machine.slowdowns.gemm_slowdown(
+        plan.lane, speed, workers_of(problem, plan), plan.share.communication_ctas or 0
+    )
+    both = min(gemm * slow, communication)  # seconds in which both run
+    total = max(gemm + both * (1 - 1 / slow), communication) + after
+    return Prediction(gemm, communication, 0.0, total)
+
+
+def fused_rest_seconds(problem: Problem, machine: Machine) -> float:
+    """What a fused call does when its last tile is computed: that tile's way, and sums."""
+    signal = machine.stream_seconds if machine.work.signal is None else machine.work.signal
+    passes = {"matmul_reduce_scatter": 0.5, "matmul_all_reduce": 1.5}.get(problem.operator, 0.0)  # a copy is 1
+    return signal + machine.work.skew + passes * problem.result_bytes / copy_speed(machine)
 
 
 def workers_of(problem: Problem, plan: Plan) -> int:

@@ -10,6 +10,8 @@ those at all i < j by sending i..j as one parcel:
 last cut is the best of all 2^(u-1) groupings. Where 1/p + 1/c < 1, overlap loses to serial, and serial is a candidate
 anyway. A cut keeps at most `_STATES` states, spread over their range, which matters only where slowdowns are strong.
 
+**Fused plans** have no parcels to group; a few stand beside the others.
+
 **Fixed ones**: equal parcels of 1 to 32 waves, growing, shrinking, two chunks, FlashOverlap's rule, serial.
 """
 
@@ -23,8 +25,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import flash_overlap, pipeline
-from .defaults import default_plan
+from . import flash_overlap, fused, pipeline
+from .defaults import default_plan, fused_plan
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
 from .predict import (
@@ -53,6 +55,7 @@ _GROUP_BANDS = 8
 _GPU_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 _WIDE_GPU_TILES = ((64, 128), (64, 64))  # fp32: no tensor cores, many registers
 _GATHER_PARTS = (1, 2, 4, 8)
+_LOADERS = (2, 4, 8)
 
 
 def candidates(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[Plan]:
@@ -64,6 +67,7 @@ def ranked(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[tup
     """The candidates with what they are predicted to take. Lanes that the machine does not know are left out."""
     known = [lane for lane in lanes if lane in machine.lanes] or list(machine.lanes)
     plans = [plan for lane in known for plan in fixed(problem, machine, lane).values()]
+    plans += fused_plans(problem) if "peer" in known else []
     unique = {plan.digest: plan for plan in plans}
     found = [(plan, predict(problem, plan, machine)) for plan in unique.values()]
     return sorted(found, key=lambda one: (one[1].total, one[0].grain != "serial"))  # stable: ties go to serial
@@ -88,6 +92,21 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     found["best"] = dataclasses.replace(frame, parcels=best_parcels(problem, machine, frame))
     found["flash overlap"] = flash_overlap_plan(problem, machine, frame)
     return found
+
+
+def fused_plans(problem: Problem) -> list[Plan]:
+    """Fused plans for this problem on a GPU. None on a CPU: there a thread that moves its own tiles hides nothing."""
+    matmul = problem.operator != EMBEDDING
+    if not matmul or problem.device == "cpu" or problem.ranks == 1 or fused.why_not(problem, "peer"):
+        return []
+    first = fused_plan(problem, "peer")
+    found = [first]
+    if problem.operator == "all_gather_matmul":  # more CTAs that push bring the rows sooner, and compute less
+        shares = (dataclasses.replace(first.share, communication_ctas=ctas) for ctas in _LOADERS)
+        found += [dataclasses.replace(first, share=share) for share in shares]
+    elif first.split and first.tile is not None:
+        found.append(dataclasses.replace(first, tile=(first.tile[0], first.tile[1] // 2)))
+    return list({plan.digest: plan for plan in found}.values())
 
 
 def _slices(problem: Problem, lane: str) -> dict[str, Plan]:

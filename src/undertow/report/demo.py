@@ -25,12 +25,12 @@ from ..fabric.registry import init
 from ..fabric.timeline import Recorder, Timeline, event, recording
 from ..fabric.timer import Comparison, Estimate, compare
 from ..ops.alone import all_reduce
-from ..ops.choose import GRAINS
 from ..ops.matmul_all_reduce import matmul_all_reduce, reference
 from .progress import Report, progress_bar
 from .tables import StrategyResult, factor, percent, seconds, strategy_results, strategy_table
 
 MATMUL = "matmul"
+GRAINS = ("serial", "chunked", "signaled")  # those that run over every lane
 EMULATED_LINK = Pace(bandwidth=1e9, latency=20e-6)
 """About a tenth of what a core copies, as a PCIe link is slower than a GPU's memory."""
 _EXACT_INTEGERS = {torch.bfloat16: 1 << 8, torch.float16: 1 << 11, torch.float32: 1 << 24}

@@ -253,12 +253,11 @@ def judge(diagnosis: Diagnosis) -> list[StrategyFinding]:
     """The strategies, each judged for CPU ranks and for GPU ranks; one of the two suffices."""
     cpu, gpu = _cpu_lanes(diagnosis), _gpu_lanes(diagnosis)
     found = []
-    for grain in ("serial", "chunked"):
-        for lane in ("net", "peer", "dma"):
+    for grain in ("serial", "chunked", "signaled", "fused"):
+        for lane in ("net", "peer", "dma") if grain != "fused" else ("peer",):
             on_cpu, on_gpu = cpu[lane], gpu[lane]
             reason = f"CPU: {on_cpu[1]}; GPU: {on_gpu[1]}"
             found.append(StrategyFinding(f"{grain}:{lane}", on_cpu[0] or on_gpu[0], reason))
-    found.extend(StrategyFinding(grain, False, "not yet built") for grain in ("signaled", "fused"))
     return found
 
 

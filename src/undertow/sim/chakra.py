@@ -6,7 +6,8 @@ comm_type, comm_size, comm_src, comm_dst, comm_tag, pg_name, num_ops, tensor_siz
 stream, the engine that a collective runs on.
 
 comm_size follows ASTRA-sim: the shard of a rank for ALL_GATHER, the whole buffer for the others. The k-th collective of
-a process group on one rank is the k-th on all of them; a send meets the receive with the same ends and tag.
+a process group on one rank is the k-th on all of them; a send meets the receive with the same ends and tag. Messages of
+one pair of ranks follow each other. Nodes are issued as they become ready, whatever their order in the file.
 """
 
 from __future__ import annotations
@@ -291,18 +292,32 @@ class _Replay:
             nbytes = int(size) * (self.collectives.ranks(group) if name == "all_gather" else 1)
             timing = self.collectives.time(name, nbytes, group)
             return Task(
-                node.name, ranks, str(about.get("stream", "net")), timing.seconds, after, 0.0, "net",
-                timing.bytes_per_second, 0,
-                f"{name} over {timing.link}", {"bytes": nbytes, "collective": name, "group": group},
+                node.name, ranks, str(about.get("stream", f"net {group}")), timing.seconds, after, 0.0, "net",
+                timing.bytes_per_second, 0, f"{name} over {timing.link}",
+                {"bytes": nbytes, "collective": name, "group": group}, timing.link, ordered=False,
             )  # fmt: skip
         if node.type in (SEND, RECV):
-            timing = self.collectives.message(int(size))
-            seconds = 0.0 if node.type == RECV and len(nodes) == 1 else timing.seconds
-            return Task(node.name, ranks, "messages", seconds, after, resource=f"messages over {timing.link}")
+            return self._message(nodes, int(size), after)
         seconds = node.micros * 1e-6
         operations, touched = about.get("num_ops", 0), about.get("tensor_size", 0)
         if not seconds and isinstance(operations, int) and isinstance(touched, int) and node.type == COMP:
             device = self.collectives.cluster.device
             seconds = max(operations / device.peak, touched / device.memory_bandwidth, 0.0)
         engine = "host" if about.get("is_cpu_op") is True else COMPUTE
-        return Task(node.name, ranks, engine, seconds, after, resource="computing" if engine == COMPUTE else "host")
+        resource = "computing" if engine == COMPUTE else "host"
+        return Task(node.name, ranks, engine, seconds, after, resource=resource, ordered=False)
+
+    def _message(self, nodes: list[tuple[int, Node]], nbytes: int, after: tuple[int, ...]) -> Task:
+        """A send and its receive. In the trace of one rank, which stands for all, each stands alone."""
+        rank, node = nodes[0]
+        if len(self.traces) > 1 and sorted(one.type for _, one in nodes) != [SEND, RECV]:
+            what, missing = ("send", "receive") if node.type == SEND else ("receive", "send")
+            raise SimulationRefused(reason=f"node {node.id} of rank {rank} is a {what} that no {missing} meets")
+        timing = self.collectives.message(nbytes)
+        seconds = timing.seconds if any(one.type == SEND for _, one in nodes) else 0.0
+        ends = [node.attributes.get(key, rank) for key in ("comm_src", "comm_dst")]
+        return Task(
+            node.name, tuple(dict.fromkeys(one for one, _ in nodes)), f"message {ends[0]} to {ends[1]}", seconds, after,
+            0.0, "net", timing.bytes_per_second, 0, f"messages over {timing.link}", {"bytes": nbytes}, timing.link,
+            ordered=False,
+        )  # fmt: skip

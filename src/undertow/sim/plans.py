@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..plan import predict
+from ..plan import fused, predict
 from ..plan.machine import Machine
 from ..plan.plan import Plan
 from ..plan.problem import Problem
@@ -30,7 +30,9 @@ def simulate_plan(problem: Problem, plan: Plan, machine: Machine, moving: Moving
         return predict.collective_seconds(problem, machine, plan.lane, nbytes)
 
     call = _Call(problem, plan, machine, moving or measured)
-    if problem.operator == "all_gather_matmul":
+    if plan.grain == "fused":
+        call.fused()
+    elif problem.operator == "all_gather_matmul":
         call.gather()
     else:
         call.produce()
@@ -64,6 +66,29 @@ class _Call:
         if plan.grain == "signaled" and plan.layout == "packed":
             seconds = predict.unpack_seconds(self.problem, self.machine)
             self._compute("unpack", seconds, tuple(one for one in sent if one >= 0))
+
+    def fused(self) -> None:
+        """Every wave's bytes move on their own; rows come shard by shard, the first ones without a wait."""
+        problem, plan, machine = self.problem, self.plan, self.machine
+        assert plan.tile is not None
+        shards = problem.shards if problem.operator == "all_gather_matmul" else fused.owned(problem, plan)
+        tiles = sum(-(-rows // plan.tile[0]) for rows in shards) * -(-problem.n // plan.tile[1])
+        waves = -(-tiles // self.workers)
+        one = predict.tile_seconds(problem, machine, plan.tile, self.workers)
+        gathers = problem.operator == "all_gather_matmul"
+        width = problem.k if gathers else problem.n
+        nbytes = problem.m * width * problem.item_size
+        steps = max(1, problem.ranks - 1)
+        came = [-1] + [self._send(step, nbytes / steps, -1, signals=False) for step in range(steps)] if gathers else []
+        sent: list[int] = []
+        for wave in range(waves):
+            arrived = came[wave * len(came) // waves] if came else -1
+            launch = machine.launch_seconds if wave == 0 else 0.0
+            made = self._compute(f"wave {wave}", one + launch, (arrived,) if arrived >= 0 else ())
+            if not gathers:
+                sent.append(self._send(wave, nbytes / waves, made))
+        rest = predict.fused_rest_seconds(problem, machine)
+        self._compute("sums", rest, tuple(one for one in sent if one >= 0))
 
     def gather(self) -> None:
         """A collective, parcel by parcel, then the matmul of what has come."""

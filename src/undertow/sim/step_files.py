@@ -12,7 +12,8 @@ name = "rows"
 kind = "all_to_all"
 bytes = 64e6                    # of the longest buffer of a rank
 group = "all"                   # all (unless said), node, across
-stream = "net"                  # engine that it runs on, after what is before it there
+stream = "rows"                 # engine that it runs on, after what is before it there; unless said, its group's
+multiprocessors = 8             # that it holds, for the machine's interference model; none unless said
 after = ["lookup"]
 """
 
@@ -27,7 +28,7 @@ from ..errors import InvalidArgument
 from ..plan.tables import Section
 from .cluster import Cluster
 from .collectives import COLLECTIVES, GROUPS, Collectives
-from .steps import NET, Step
+from .steps import Step
 from .tasks import COMPUTE, Outcome
 
 FORMAT = "undertow step 1"
@@ -86,7 +87,10 @@ def _add(step: Step, name: str, section: Section, numbers: dict[str, int], names
         )  # fmt: skip
     else:
         group = section.choice("group", GROUPS) if section.has("group") else "all"
-        stream = section.text("stream") if section.has("stream") else NET
+        stream = section.text("stream") if section.has("stream") else ""
+        held = section.whole("multiprocessors") if section.has("multiprocessors") else 0
         nbytes = section.not_negative("bytes")
-        numbers[name] = step.collective(kind, nbytes, group=group, after=after, name=name, stream=stream)
+        numbers[name] = step.collective(
+            kind, nbytes, group=group, after=after, name=name, stream=stream, multiprocessors=held
+        )
     section.finish()

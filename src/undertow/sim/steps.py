@@ -10,9 +10,9 @@
 All ranks do the same, so one stands for all; a pipeline has one for each stage. Computing takes
 max(flops / peak, bytes / memory bandwidth) of the cluster's device: a roofline, an optimist's guess; `seconds` says
 better where a kernel was measured. Collectives are run on the cluster's links (`collectives`). Communication goes by
-streams (engines) of its own, one after the other in each: all collectives of a step share one, whatever links they
-take. The cluster's interference model sees a collective only where `multiprocessors` says how many SMs it holds; the
-presets and step files do not say it.
+streams (engines) of its own, one after the other in each; unless told otherwise every group of ranks has one. Those of
+several streams share a link where both are bound by the same one. The cluster's interference model sees a collective
+only where `multiprocessors` says how many SMs it holds.
 """
 
 from __future__ import annotations
@@ -65,16 +65,17 @@ class Step:
         group: str = "all",
         after: Sequence[int] = (),
         name: str = "",
-        stream: str = NET,
+        stream: str = "",
         stage: int = 0,
         multiprocessors: int = 0,
     ) -> int:
-        """A collective of the group's ranks; `nbytes` of the longest buffer of a rank."""
+        """A collective of the group's ranks; `nbytes` of the longest buffer of a rank. `stream`: the group's own."""
         timing = self.collectives.time(collective, nbytes, group)
         resource = f"{collective} over {timing.link}" if timing.link else collective
         task = Task(
-            name or collective, (stage,), stream, timing.seconds, tuple(after), 0.0, NET, timing.bytes_per_second,
-            multiprocessors, resource, {"bytes": round(nbytes), "group": group, "collective": collective},
+            name or collective, (stage,), stream or f"{NET} {group}", timing.seconds, tuple(after), 0.0, NET,
+            timing.bytes_per_second, multiprocessors, resource,
+            {"bytes": round(nbytes), "group": group, "collective": collective}, timing.link,
         )  # fmt: skip
         return self._tasks.add(task)
 
@@ -85,7 +86,7 @@ class Step:
         timing = self.collectives.message(nbytes)
         task = Task(
             "send", (source,), f"to stage {destination}", timing.seconds, tuple(after), 0.0, "stages",
-            timing.bytes_per_second, 0, f"send over {timing.link}", {"bytes": round(nbytes)},
+            timing.bytes_per_second, 0, f"send over {timing.link}", {"bytes": round(nbytes)}, timing.link,
         )  # fmt: skip
         return self._tasks.add(task)
 

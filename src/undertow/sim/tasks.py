@@ -1,12 +1,13 @@
 """Tasks on engines: what a rank computes and moves, in which order, and how much the two slow each other.
 
-A task occupies one engine of each of its ranks (a collective: the same engine of several), starts when what it waits
-for is over and the engines are free, and engines take tasks in the order in which they were added. `seconds` are those
-it takes alone. While a matmul and a transfer of one rank run at the same time, both progress at
+A task occupies one engine of each of its ranks (a collective: the same engine of several) and starts when what it
+waits for is over and the engines are free. Engines take tasks in the order in which they were added, as streams do;
+those that are not `ordered` as they become ready, as a trace's nodes are issued. `seconds` are those it takes alone.
+While a matmul and a transfer of one rank run at the same time, both progress at
 
     1 / slowdown        from `plan.interference`: one model for planner and simulator
 
-and transfers of one rank over the same lane share it equally. Rates are constant between two events, so the result is
+and transfers of one rank over the same link share it equally. Rates are constant between two events, so the result is
 exact for that model. A task that waits for itself, however far around, is refused.
 """
 
@@ -27,7 +28,10 @@ _DUST = 1e-15  # seconds of work that are none
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """`lane` is None for computing. `delay`: seconds between the last of `after` and the earliest start."""
+    """`lane` is None for computing. `delay`: seconds between the last of `after` and the earliest start.
+
+    `link`: what transfers share with others over the same one; "" for the lane.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -40,6 +44,13 @@ class Task:
     multiprocessors: int = 0
     resource: str = ""
     details: dict[str, object] = field(default_factory=dict)
+    link: str = ""
+    ordered: bool = True
+
+    @property
+    def shared(self) -> str | None:
+        """What it has to share while it moves bytes."""
+        return None if self.lane is None else self.link or self.lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +142,8 @@ class _Run:
         self.cause = [-1] * len(tasks)
         self.version = [0] * len(tasks)
         self.under_way: dict[int, list[int]] = {}  # of each rank
+        self.taken: set[tuple[int, str]] = set()  # engines of tasks without an order
+        self.queues: dict[tuple[int, str], list[tuple[float, int]]] = {}  # who waits for them: ready since, number
         self.events: list[tuple[float, int, int, int]] = []  # time, 0 for an end and 1 for a start, task, version
         self.now = 0.0
 
@@ -141,9 +154,10 @@ class _Run:
         last: dict[tuple[int, str], int] = {}
         for number, task in enumerate(tasks):
             before = set(task.after)
-            before.update(last[rank, task.engine] for rank in task.ranks if (rank, task.engine) in last)
-            for rank in task.ranks:
-                last[rank, task.engine] = number
+            if task.ordered:
+                before.update(last[rank, task.engine] for rank in task.ranks if (rank, task.engine) in last)
+                for rank in task.ranks:
+                    last[rank, task.engine] = number
             for other in before:
                 if not 0 <= other < len(tasks):
                     was = f"task {task.name!r} after task {other}"
@@ -157,7 +171,7 @@ class _Run:
         while self.events:
             self.now, kind, number, version = heapq.heappop(self.events)
             if kind == 1:
-                self._begin(number)
+                self._ready(number)
             elif version == self.version[number]:
                 self._finish(number)
                 done += 1
@@ -173,6 +187,41 @@ class _Run:
         ran = tuple(Ran(*one) for one in zip(self.start, self.end, self.cause, strict=True))
         return Outcome(tuple(tasks), ran)
 
+    def _ready(self, number: int) -> None:
+        """Start it, unless it must wait for an engine that others have."""
+        task = self.tasks[number]
+        if task.ordered:
+            self._begin(number)
+            return
+        engines = [(rank, task.engine) for rank in task.ranks]
+        if self.taken.isdisjoint(engines):
+            self.taken.update(engines)
+            self._begin(number)
+            return
+        for engine in engines:
+            heapq.heappush(self.queues.setdefault(engine, []), (self.now, number))
+
+    def _free(self, number: int) -> None:
+        """Its engines go to those that wait: to who came first among those that find all of theirs free."""
+        engines = [(rank, self.tasks[number].engine) for rank in self.tasks[number].ranks]
+        self.taken.difference_update(engines)
+        for engine in engines:
+            queue, passed = self.queues.get(engine, []), []
+            while queue and engine not in self.taken:
+                first = heapq.heappop(queue)
+                other = first[1]
+                if self.start[other] >= 0:
+                    continue
+                wanted = [(rank, self.tasks[other].engine) for rank in self.tasks[other].ranks]
+                if self.taken.isdisjoint(wanted):
+                    self.taken.update(wanted)
+                    self.cause[other] = number
+                    self._begin(other)
+                else:
+                    passed.append(first)
+            for one in passed:
+                heapq.heappush(queue, one)
+
     def _begin(self, number: int) -> None:
         self.start[number] = self.since[number] = self.now
         for rank in self.tasks[number].ranks:
@@ -185,6 +234,8 @@ class _Run:
         for rank in self.tasks[number].ranks:
             self.under_way[rank].remove(number)
         self._change(self.tasks[number].ranks, -1)
+        if not self.tasks[number].ordered:
+            self._free(number)
 
     def _change(self, ranks: Iterable[int], fresh: int) -> None:
         """New speeds for all that runs on these ranks."""
@@ -204,7 +255,7 @@ class _Run:
         others = [self.tasks[one] for one in self.under_way[rank] if one != number]
         slow = 1.0
         if task.lane is not None:
-            slow *= 1 + sum(one.lane == task.lane for one in others)
+            slow *= 1 + sum(one.shared == task.shared for one in others)
         if self.interference is None:
             return slow
         if task.lane is not None:

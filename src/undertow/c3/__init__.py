@@ -1,0 +1,51 @@
+"""Computation and communication at the same time: run them, measure how much they disturb each other, choose how.
+
+Names are loaded at first use, as in the package itself.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..fabric.share import bound
+    from .advise import Advice, Side, advise
+    from .concurrent import Concurrent, Outcome, concurrent
+    from .strategies import STRATEGIES, Strategy, strategy
+
+_HOMES = {
+    "Advice": ".advise",
+    "Side": ".advise",
+    "advise": ".advise",
+    "Concurrent": ".concurrent",
+    "Outcome": ".concurrent",
+    "concurrent": ".concurrent",
+    "STRATEGIES": ".strategies",
+    "Strategy": ".strategies",
+    "strategy": ".strategies",
+    "bound": "..fabric.share",
+}
+__all__ = [
+    "STRATEGIES",
+    "Advice",
+    "Concurrent",
+    "Outcome",
+    "Side",
+    "Strategy",
+    "advise",
+    "bound",
+    "concurrent",
+    "strategy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'undertow.c3' has no attribute {name!r}")
+    value = getattr(import_module(home, __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

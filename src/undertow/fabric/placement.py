@@ -1,0 +1,39 @@
+"""Which lane the collectives of a thread take, and how many CTAs, where somebody above has said so.
+
+A collective beside a computation is an ordinary call inside an ordinary callable. Its place is said around it, for the
+thread that makes the call: everything it does there is meant, and nothing that other threads do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`lane` None: the collective's own choice; `ctas` None: as many as its table says (on a CPU: no meaning)."""
+
+    lane: str | None = None
+    ctas: int | None = None
+
+
+_here = threading.local()
+
+
+def current() -> Placement | None:
+    """What was said around this thread's work; None where nobody said anything."""
+    return getattr(_here, "placement", None)
+
+
+@contextlib.contextmanager
+def placed(placement: Placement) -> Iterator[None]:
+    """Collectives inside run there."""
+    before = current()
+    _here.placement = placement
+    try:
+        yield
+    finally:
+        _here.placement = before

@@ -1,0 +1,122 @@
+"""A matmul of few rows and its all_reduce in one launch: out = sum over ranks of x @ w, for at most 64 rows.
+
+Such a matmul reads its weights once and is done; what an all_reduce adds is latency. So each CTA multiplies a block of
+columns (and, SPLIT > 1, a part of the inner size), sends its partial product to all ranks as packets (`packets.py`:
+data and flag in one 64-bit word, no signal to wait for), and then takes the packets of all ranks for its own columns.
+
+    for block of columns, part of K:     packets[turn, r * SPLIT + part, :, block] of every rank = x @ w
+    for block of columns:                out[:, block] = sum over r, part of packets[turn, r * SPLIT + part, :, block]
+
+Sums are taken in fp32 in the order of ranks, and of parts; the partial products are rounded to the type of x, as a
+matmul followed by an all_reduce does. A packet holds two columns next to each other.
+
+Packets are used in turn by two calls, and carry the number of the call. A rank that sends for call n + 2 has had
+packets of call n + 1 from every rank, which were sent after that rank's whole call n. All accesses to packets are
+relaxed, at system scope: a packet publishes nothing but itself.
+"""
+
+# Triton grows tuples whose types mypy would fix at their first length.
+# mypy: disable-error-code="assignment,misc,no-untyped-def"
+# ruff: noqa: RUF005
+
+import triton
+import triton.language as tl
+
+from .combine import activated
+from .packets import send, settle
+
+MOST_ROWS = 64
+
+
+@triton.jit
+def _pairs(tile, ELEMENT: tl.constexpr):
+    """Two columns next to each other as one 32-bit word."""
+    ROWS: tl.constexpr = tile.shape[0]
+    COLUMNS: tl.constexpr = tile.shape[1]
+    low, high = tl.split(tl.reshape(tile.to(ELEMENT), (ROWS, COLUMNS // 2, 2)))
+    bits_low = low.to(tl.uint16, bitcast=True).to(tl.int32)
+    bits_high = high.to(tl.uint16, bitcast=True).to(tl.int32)
+    return bits_low | (bits_high << 16)
+
+
+@triton.jit
+def _value(word, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
+    return (word >> SHIFT).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
+
+
+_FREE = ["bias", "bases", "packets", "epochs", "active", "rank", "rows", "half", "abort", "error", "deadline_ns"]
+
+
+@triton.jit(do_not_specialize=_FREE)
+def fused_decode_kernel(
+    x, w, out, bias, bases, packets, epochs, rows: tl.int32, n: tl.int32, inner: tl.int32, active: tl.int32,
+    half: tl.int64, rank: tl.int32, abort, error, deadline_ns: tl.int64,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr,
+    RANKS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """`x` [rows, K] and `w` ([K, N] or, TRANSPOSED, [N, K]) are tensor descriptors, `out` [rows, N] is contiguous.
+
+    `bases`: addresses of all ranks' packets, `packets` those here: [2, ranks * SPLIT, rows, N / 2] 64-bit words of
+    which the second turn begins at `half`. N is even. The first `active` CTAs work; every CTA of the grid, which never
+    changes, counts calls in its word of `epochs`. LANES (the CTA's threads) take AT_ONCE rows of packets at once: all
+    of those are polled together, so at most 32 of all sources.
+    """
+    ELEMENT: tl.constexpr = out.dtype.element_ty
+    SOURCES: tl.constexpr = RANKS * SPLIT
+    program = tl.program_id(0)
+    epoch = tl.load(epochs + program, volatile=True) + 1
+    turn = (epoch & 1).to(tl.int64) * half
+    blocks = tl.cdiv(n, BLOCK_N)
+    plane = (rows * (n // 2)).to(tl.int64)
+    steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
+    down = tl.arange(0, BLOCK_M)[:, None]
+    last = tl.where(program < active, blocks, 0)
+    for piece in range(program, last * SPLIT, active):
+        block, part = piece // SPLIT, piece % SPLIT
+        column = block * BLOCK_N
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(part * steps, (part + 1) * steps):
+            factor = x.load([0, step * BLOCK_K])
+            if TRANSPOSED:
+                weight = w.load([column, step * BLOCK_K]).T
+            else:
+                weight = w.load([step * BLOCK_K, column])
+            total = tl.dot(factor, weight, total)
+        words = _pairs(total, ELEMENT)
+        across = column // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
+        wanted = (down < rows) & (across < n // 2)
+        place = turn + (rank * SPLIT + part) * plane + down * (n // 2) + across
+        for step in tl.static_range(RANKS):
+            to = (rank + step) % RANKS
+            target = tl.load(bases + to).to(tl.pointer_type(tl.int64))
+            send(target + place, words, tl.zeros_like(words) + epoch, wanted)
+    watch = (abort, error, deadline_ns)
+    WIDTH: tl.constexpr = BLOCK_N // 2
+    TALL: tl.constexpr = LANES // WIDTH if LANES > WIDTH else 1
+    for piece in range(program, last * SPLIT, active):  # the same pieces, each now a part of the block's rows
+        block, part = piece // SPLIT, piece % SPLIT
+        across = block * WIDTH + tl.arange(0, WIDTH)[None, :]
+        for top in range(part * TALL * AT_ONCE, rows, SPLIT * TALL * AT_ONCE):
+            pointers = ()
+            wanted = tl.zeros((TALL, WIDTH), tl.int32)
+            for one in tl.static_range(AT_ONCE):
+                along = top + one * TALL + tl.arange(0, TALL)[:, None]
+                here = (along < rows) & (across < n // 2)
+                wanted |= tl.where(here, ((1 << SOURCES) - 1) << (one * SOURCES), 0).to(tl.int32)
+                for source in tl.static_range(SOURCES):
+                    pointers = pointers + (packets + turn + source * plane + along * (n // 2) + across,)
+            found = settle(pointers, wanted, tl.zeros_like(wanted) + epoch, watch)
+            for one in tl.static_range(AT_ONCE):
+                along = top + one * TALL + tl.arange(0, TALL)[:, None]
+                low, high = _value(found[one * SOURCES], 0, ELEMENT), _value(found[one * SOURCES], 16, ELEMENT)
+                for source in tl.static_range(1, SOURCES):
+                    low += _value(found[one * SOURCES + source], 0, ELEMENT)
+                    high += _value(found[one * SOURCES + source], 16, ELEMENT)
+                if BIAS:
+                    low += tl.load(bias + 2 * across, mask=across < n // 2, other=0.0).to(tl.float32)
+                    high += tl.load(bias + 2 * across + 1, mask=across < n // 2, other=0.0).to(tl.float32)
+                both = tl.join(activated(low, ACTIVATION), activated(high, ACTIVATION)).to(ELEMENT)
+                result = tl.reshape(both, (TALL, 2 * WIDTH))
+                columns = block * BLOCK_N + tl.arange(0, 2 * WIDTH)[None, :]
+                tl.store(out + along * n + columns, result, mask=(along < rows) & (columns < n))
+    tl.store(epochs + program, epoch)

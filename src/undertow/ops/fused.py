@@ -1,0 +1,66 @@
+"""The fused grain: which executor runs it, and what it does with the options of the operators.
+
+Bias and activation are taken with the tile that is complete, a norm in the end. What a gradient wants computed beside
+is computed before (`beside`), or from the rows that have arrived (`arriving`): a fused call has no lane that could
+carry anything beside it, and its one kernel holds all SMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..collective.carry import Carrier
+from .overlap import half_way
+
+if TYPE_CHECKING:
+    from ..fabric.base import Fabric, Lane
+    from ..fabric.group import Group
+    from ..plan.plan import Plan
+    from ..plan.problem import Problem
+    from .beside import Arriving, Beside
+    from .finish import Finish
+
+
+def unavailable(group: Group) -> str:
+    """Why this rank's device cannot run a fused kernel, whatever the problem, or ""; ranks have GPUs of one kind."""
+    if group.device.type == "cpu":
+        return ""
+    if torch.cuda.get_device_capability(group.device)[0] < 9:
+        return "the fused kernels need TMA, which GPUs before sm_90 do not have"
+    return ""
+
+
+def run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    problem: Problem,
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    lane: Lane,
+    beside: Beside | None = None,
+    arriving: Arriving | None = None,
+    matrix: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """One call by the plan. `matrix`: the splits of an all_to_all."""
+    with half_way(fabric.group):
+        if beside is not None:
+            if beside.bring is not None:
+                beside.bring(Carrier(fabric, lane, y, beside.longest))
+                lane.flush()
+            beside.compute()
+        if fabric.group.device.type == "cuda":
+            from . import fused_cuda
+
+            fused_cuda.run(x, w, y, problem, plan, finish, fabric, arriving)
+            return
+        from . import fused_cpu
+
+        if matrix is not None:
+            fused_cpu.exchange(x, w, y, matrix, problem, plan, finish, fabric)
+        else:
+            fused_cpu.run(x, w, y, problem, plan, finish, fabric, arriving)

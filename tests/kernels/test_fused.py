@@ -1,0 +1,168 @@
+"""The fused kernels: what their words release and acquire, that nothing spills, that loads still run ahead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from ptx import CompiledKernel, check_acquire_order, check_release_order, compile_kernel
+
+from undertow.kernels.fused_decode import fused_decode_kernel
+from undertow.kernels.fused_gather import fused_gather_kernel
+from undertow.kernels.fused_scatter import fused_scatter_kernel
+
+STAGES = 4
+SHARED = 227 << 10  # bytes that a CTA may have on sm_90
+WATCH = {"abort": "*i32", "error": "*i32", "deadline_ns": "i64"}
+
+
+def scatter(ranks: int = 2, broadcast: bool = True, tile: tuple[int, int] = (128, 256)) -> CompiledKernel:
+    block_m, block_n = tile
+    types = {
+        "a": f"tensordesc<bf16[{block_m}, 64]>", "b": f"tensordesc<bf16[{block_n}, 64]>",
+        **{f"c{one}": f"tensordesc<bf16[1, {block_m}, {block_n // 2}]>" for one in range(8)},
+        **dict.fromkeys(("partials", "out", "reduced", "bias"), "*bf16"),
+        **dict.fromkeys(("table", "bases", "reduced_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
+        **dict.fromkeys(("tiles", "own", "active", "inner", "n", "lines", "rank"), "i32"),
+        "plane": "i64", "half": "i64", **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "TRANSPOSED": True, "RANKS": ranks,
+        "BROADCAST": broadcast, "BIAS": False, "ACTIVATION": 0,
+    }  # fmt: skip
+    aligned = {"partials": 16, "out": 16, "reduced": 16, "n": 16}
+    return compile_kernel(fused_scatter_kernel, types, constants, "sm_90", 8, aligned, num_stages=STAGES)
+
+
+def gather(bulk: bool = True) -> CompiledKernel:
+    types = {
+        "mine": "tensordesc<bf16[128, 64]>", "gathered": "tensordesc<bf16[128, 64]>", "b": "tensordesc<bf16[64, 256]>",
+        "c": "tensordesc<bf16[128, 128]>" if bulk else "*i32", **dict.fromkeys(("x", "out", "bias"), "*bf16"),
+        **dict.fromkeys(("table", "bases", "word_bases"), "*i64"),
+        **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
+        **dict.fromkeys(("tiles", "own", "active", "loaders", "rows", "inner", "first_row", "first_line"), "i32"),
+        **dict.fromkeys(("capacity", "parts", "rank"), "i32"), "stride": "i64", **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "TRANSPOSED": False, "PARTS": 2 if bulk else 4, "BULK": bulk,
+        "EVEN": True, "BIAS": False, "ACTIVATION": 0, "WIDTH": 1024, "RANKS": 4,
+    }  # fmt: skip
+    return compile_kernel(
+        fused_gather_kernel, types, constants, "sm_90", 8, {"x": 16, "out": 16}, num_stages=STAGES
+    )  # fmt: skip
+
+
+def decode(rows: int, at_once: int, ranks: int = 4, **changes: Any) -> CompiledKernel:
+    types = {
+        "x": f"tensordesc<bf16[{rows}, 64]>", "w": "tensordesc<bf16[256, 64]>", "out": "*bf16", "bias": "*bf16",
+        "bases": "*i64", "packets": "*i64", "epochs": "*i32",
+        **dict.fromkeys(("rows", "n", "inner", "active", "rank"), "i32"), "half": "i64", **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BLOCK_M": rows, "BLOCK_N": 256, "BLOCK_K": 64, "TRANSPOSED": True, "SPLIT": 1, "RANKS": ranks, "LANES": 256,
+        "AT_ONCE": at_once, "BIAS": False, "ACTIVATION": 0, **changes,
+    }  # fmt: skip
+    aligned = {"out": 16, "packets": 16, "n": 16, "inner": 16}
+    return compile_kernel(fused_decode_kernel, types, constants, "sm_90", 8, aligned, num_stages=STAGES)
+
+
+def check_bulk_words(ptx: str) -> None:
+    """Every tile's word is released by the thread that issued its bulk stores, after their completion and a fence."""
+    words = re.findall(
+        r"setp\.ge\.u32 other, thread, 32;\s*@other bra END;\s*elect\.sync _\|leader, 0xffffffff;\s*"
+        r"@!leader bra END;\s*cp\.async\.bulk\.wait_group 0;\s*fence\.proxy\.async;\s*st\.release\.sys",
+        ptx,
+    )
+    assert len(words) >= 2, "in the loop, and after it for the last tile"
+    stores = re.findall(r"@(%p\d+) cp\.async\.bulk\.tensor\.3d\.global", ptx)
+    assert stores
+    for guard in stores:  # the first warp's elected thread, as in the words
+        parts = re.search(rf"and\.pred\s+{guard}, (%p\d+), (%p\d+);", ptx)
+        assert parts is not None, f"{guard} is not a conjunction"
+        assert any(re.search(rf"elect\.sync\s+%r\d+\|{one}, -1;", ptx) for one in parts.groups()), guard
+
+
+def test_a_tile_arrives_before_its_word() -> None:
+    check_bulk_words(scatter().ptx)
+
+
+@pytest.mark.parametrize("dropped", ["cp.async.bulk.wait_group 0;", "fence.proxy.async;"])
+def test_a_dropped_fence_is_found(dropped: str) -> None:
+    with pytest.raises(AssertionError):
+        check_bulk_words(scatter().ptx.replace(f"    {dropped}\n", ""))
+
+
+def unordered_loads(ptx: str) -> list[str]:
+    """Loads that may run before the acquire that covers them. Bulk loads are of this rank's own factors."""
+    return [one for one in check_acquire_order(ptx) if "cp.async.bulk.tensor.2d.shared" not in one.split(": ")[1]]
+
+
+def test_partials_are_read_after_they_were_waited_for() -> None:
+    ptx = scatter().ptx
+    assert unordered_loads(ptx) == []
+    spoiled = re.sub(r"JOIN:\n\s*barrier\.sync 0;", "JOIN:", ptx)
+    assert spoiled != ptx
+    assert unordered_loads(spoiled) != []
+
+
+def test_a_sum_is_stored_before_others_are_told() -> None:
+    """Only the words that everybody gets: those of single tiles cover bulk stores, in one thread."""
+    ptx = scatter().ptx
+    everywhere = "add.s64 place, place,"
+    assert everywhere in ptx
+    lines = {number + 1 for number, line in enumerate(ptx.splitlines()) if everywhere in line}
+
+    def uncovered(text: str) -> list[str]:
+        found = check_release_order(text)
+        about = [re.match(r"line (\d+): st\.release\.sys\.global\.b32 \[place\]", one) for one in found]
+        told = [one for one, match in zip(found, about, strict=True) if match and int(match.group(1)) - 1 in lines]
+        return [one for one in told if "cp.async.bulk" not in one]
+
+    assert uncovered(ptx) == []
+    spoiled = re.sub(r"(\.reg \.b64 place;\n)\s*barrier\.sync 0;", r"\1    // none", ptx)
+    assert spoiled != ptx
+    assert uncovered(spoiled) != []
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+def test_rows_are_read_after_they_were_waited_for(bulk: bool) -> None:
+    ptx = gather(bulk).ptx
+    assert check_acquire_order(ptx) == []
+    assert check_acquire_order(ptx.replace("fence.proxy.async.global;", "")) != []
+
+
+def test_rows_are_stored_before_their_word() -> None:
+    assert check_release_order(gather(False).ptx) == []
+
+
+@pytest.mark.parametrize(
+    "made",
+    [scatter, lambda: scatter(2, False, (64, 256)), gather, lambda: gather(False)],
+    ids=["scatter", "scatter of few rows", "gather", "gather with tails"],
+)
+def test_loads_run_ahead_and_nothing_spills(made: Any) -> None:
+    kernel = made()
+    assert kernel.spills == 0
+    assert kernel.registers <= 255
+    assert STAGES * (64 + 256) * 64 * 2 <= kernel.shared <= SHARED
+    assert "wgmma.mma_async" in kernel.ptx
+
+
+def test_what_is_moved_is_moved_16_bytes_at_a_time() -> None:
+    for kernel in (scatter(), gather(False)):
+        found = set(re.findall(r"(?:ld|st)\.global\.\S+", kernel.ptx))
+        assert not [one for one in found if "b16" in one], found
+        assert any("v4.b32" in one for one in found)
+
+
+@pytest.mark.parametrize(("rows", "at_once", "ranks"), [(16, 1, 4), (64, 4, 8)])
+def test_decode_fits(rows: int, at_once: int, ranks: int) -> None:
+    kernel = decode(rows, at_once, ranks)
+    assert kernel.spills == 0
+    assert kernel.shared <= SHARED
+    # A packet is data and flag in one access; nothing else is waited for.
+    assert re.search(r"st\.relaxed\.sys\.global\.b64", kernel.ptx)
+    assert "ld.acquire" not in kernel.ptx
+    polled = re.findall(r"@wanted(\d+) ld\.relaxed\.sys\.global\.b64", kernel.ptx)
+    assert len(set(polled)) == ranks * at_once

@@ -1,0 +1,57 @@
+"""The fused grain of the operators in real ranks: exact whatever the plan, with every option, many calls in a row."""
+
+from __future__ import annotations
+
+import fused_targets as targets
+import pytest
+
+import undertow as ut
+from undertow.plan import fused
+
+SEED = 4070
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_any_fused_plan_is_exact(ranks: int) -> None:
+    for forms in ut.launch(targets.random_plans, ranks, device="cpu", args=(SEED + ranks, 50)):
+        assert min(forms.values()) >= 2, forms
+        assert sum(forms.values()) == 50
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_any_of_many_fused_plans_is_exact(ranks: int) -> None:
+    for forms in ut.launch(targets.random_plans, ranks, device="cpu", args=(SEED * ranks, 2000)):
+        assert forms[fused.DECODE] > 50
+
+
+def test_calls_of_all_kinds_in_a_row() -> None:
+    for grains in ut.launch(targets.mixed_calls, 3, device="cpu", args=(SEED, 120)):
+        assert min(grains.values()) > 5
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ten_thousand_calls_of_all_kinds_in_a_row(ranks: int) -> None:
+    for grains in ut.launch(targets.mixed_calls, ranks, device="cpu", args=(SEED + ranks, 10000)):
+        assert sum(grains.values()) == 10000
+
+
+def test_norms_and_residuals_follow_a_fused_call() -> None:
+    assert ut.launch(targets.norms_and_residuals, 2, device="cpu") == [True, True]
+
+
+def test_a_fused_call_is_explained_or_refused() -> None:
+    for name, reason, refused in ut.launch(targets.explained, 2, device="cpu"):
+        assert name == "fused:peer"
+        assert reason == "The strategy was given."
+        assert refused == (
+            "Strategy 'fused:dma' is not available: whoever computes a tile stores it into another rank's memory, which"
+            " is lane peer; possible here: signaled:peer, signaled:dma, signaled:net, serial:peer, serial:dma,"
+            " serial:net."
+        )
+
+
+def test_a_tile_that_never_comes_is_an_error_at_the_deadline() -> None:
+    found = ut.launch(targets.a_missing_word_is_an_error, 2, device="cpu", deadline=2)
+    assert all(one.startswith(("RankLost", "UndertowError", "Timeout", "MismatchedCall")) for one in found), found
