@@ -24,7 +24,11 @@ class Setting:
 
 NODE = Setting("UNDERTOW_NODE", "", "Name of this rank's node; ranks with equal names share memory. Unset: found out.")
 DEADLINE = Setting("UNDERTOW_DEADLINE", "60", "Seconds after which a wait for another rank is an error.")
-CHECK = Setting("UNDERTOW_CHECK", "0", "1: compare operator, shapes and dtypes across ranks before every call.")
+CHECK = Setting(
+    "UNDERTOW_CHECK",
+    "0",
+    "1: compare operator, shapes and dtypes across ranks before every call; on a GPU, look at indices of lookups, too.",
+)
 DMA_PACE = Setting("UNDERTOW_DMA_PACE", "", "Emulated speed of the CPU dma lane, such as `1GB/s,20us`. Unset: unpaced.")
 FLIGHT_DIR = Setting(
     "UNDERTOW_FLIGHT_DIR", "", "Folder of flight records. Unset: `undertow/flight` in the user's cache."

@@ -26,7 +26,7 @@ class _NoDriver:
 
 ctypes.CDLL = lambda name, *rest, **more: _NoDriver() if "libcuda" in str(name) else _real(name, *rest, **more)  # type: ignore[assignment,misc]
 from undertow.kernels import embedding  # noqa: E402
-from undertow.ops import embedding_all_to_all, embedding_cuda  # noqa: E402
+from undertow.ops import embedding_all_to_all, embedding_cuda, embedding_peers  # noqa: E402
 from undertow.ops.bags import Bags  # noqa: E402
 from undertow.plan.bags import Layout, Piece, completed, slices  # noqa: E402
 from undertow.plan.defaults import default_plan  # noqa: E402
@@ -71,7 +71,7 @@ class Node:
         rows = max(batches) * self.layout.room
         self.distance = -(-rows * 4 // 128) * 128
         self.places = [torch.full((PLACES * self.distance // 4,), POISON) for _ in batches]
-        self.words = [torch.zeros(self.size * 17 * 32, dtype=torch.int32) for _ in batches]
+        self.words = [torch.zeros(2 * self.size * 16 * 32, dtype=torch.int32) for _ in batches]
         self.chosen = [(rank + seed) % PLACES for rank in range(self.size)]
 
     def bags(self, rank: int) -> Bags:
@@ -80,16 +80,17 @@ class Node:
             tuple(self.tables[rank]), held, self.values[rank], self.offsets[rank], None, "sum", sum(self.batches)
         )
 
-    def result(self, rank: int) -> embedding_cuda.Result:
+    def result(self, rank: int) -> embedding_peers.Result:
         """As `Exchange.take` and `begin` leave it."""
         for other in range(self.size):
-            self.words[rank][32 * other] = self.chosen[other] + 1
+            for parcel in range(16):
+                self.words[rank][32 * (other * 16 + parcel)] = self.chosen[other] + 1
         exchange = SimpleNamespace(
-            signal=lambda to, parcel: self.words[to].data_ptr() + 128 * (self.size + rank * 16 + parcel),
-            choice=lambda to: self.words[rank].data_ptr() + 128 * to,
+            signal=lambda to, parcel: self.words[to].data_ptr() + 128 * (self.size * 16 + rank * 16 + parcel),
+            choice=lambda to, parcel: self.words[rank].data_ptr() + 128 * (to * 16 + parcel),
         )
         base = [one.data_ptr() for one in self.places]
-        return embedding_cuda.Result(
+        return embedding_peers.Result(
             exchange,
             base,
             self.distance,
@@ -119,7 +120,9 @@ class Node:
             for source in range(self.size):
                 wanted = int(source != rank and bool(self.tables[source]) and self.batches[rank] > 0)
                 for parcel in range(parcels):
-                    assert int(self.words[rank][32 * (self.size + source * 16 + parcel)]) == wanted
+                    assert int(self.words[rank][32 * (self.size * 16 + source * 16 + parcel)]) == wanted
+                    chosen = int(self.words[source][32 * (rank * 16 + parcel)])
+                    assert chosen == (0 if wanted else self.chosen[rank] + 1), "a choice is cleared with its slice"
 
 
 NODES = [([3, 5, 2], [[8, 4], [], [12]]), ([4, 0], [[4], [4, 8, 4]]), ([2, 2, 2, 2], [[4], [8], [], [4, 4]])]

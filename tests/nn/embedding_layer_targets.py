@@ -71,6 +71,38 @@ def forward_and_back(weighted: bool) -> bool:
     return True
 
 
+class Keyed:
+    """What a KeyedJaggedTensor of torchrec offers, as far as it is asked for."""
+
+    def __init__(self, given: dict[str, Any], names: list[str]) -> None:
+        self._given, self._names = given, names
+
+    def keys(self) -> list[str]:
+        return self._names
+
+    def values(self) -> torch.Tensor:
+        return self._given["values"]  # type: ignore[no-any-return]
+
+    def lengths(self) -> torch.Tensor:
+        return self._given["lengths"]  # type: ignore[no-any-return]
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        return self._given["weights"]  # type: ignore[no-any-return]
+
+
+def keyed() -> str:
+    """As one object with names; other names are refused."""
+    group = ut.init()
+    layer, given = loaded(ShardedEmbeddingBag(TABLES, dtype=torch.float64), wholes()), features(group.rank, 3)
+    names = [one.name for one in TABLES]
+    assert torch.equal(layer(Keyed(given, names)), plain(wholes(), given, "sum"))
+    try:
+        layer(Keyed(given, names[::-1]))
+    except UndertowError as error:
+        return str(error)
+    return "nothing"
+
+
 def checkpoints() -> bool:
     """Inside a model, there and back, and into another placement."""
     group = ut.init()

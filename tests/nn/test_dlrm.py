@@ -7,7 +7,7 @@ import pytest
 
 import undertow as ut
 
-OPTIONS = {"steps": 30, "batch": 256, "tests": 2048}
+OPTIONS = {"steps": 24, "batch": 256, "tests": 2048}
 
 
 @pytest.mark.parametrize("strategy", ["fused:peer", pytest.param("signaled:dma", marks=pytest.mark.nightly)])
@@ -19,4 +19,4 @@ def test_ranks_follow_the_loss_curve_of_one(strategy: str) -> None:
         assert found["auc"] == pytest.approx(one["auc"], abs=5e-3)
         assert strategy in found["explained"]
     assert abs(one["auc_before"] - 0.5) < 0.06
-    assert one["auc"] > 0.72
+    assert one["auc"] > 0.7

@@ -15,6 +15,11 @@ def test_forward_and_back(ranks: int, weighted: bool) -> None:
     assert all(ut.launch(targets.forward_and_back, ranks, device="cpu", args=(weighted,)))
 
 
+def test_a_keyed_jagged_tensor() -> None:
+    for said in ut.launch(targets.keyed, 2, device="cpu"):
+        assert "as the tables" in said
+
+
 def test_checkpoints() -> None:
     assert all(ut.launch(targets.checkpoints, 2, device="cpu"))
 

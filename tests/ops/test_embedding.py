@@ -14,9 +14,9 @@ RANKS = (2, 3, 4)
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_random_jagged_problems_are_exact(ranks: int) -> None:
-    shards = ut.launch(suite.run, ranks, device="cpu", args=(SEED + ranks, 60))
+    shards = ut.launch(suite.run, ranks, device="cpu", args=(SEED + ranks, 40))
     assert len(set(shards)) == 1
-    assert 10 < shards[0] < 50
+    assert 5 < shards[0] < 35
 
 
 @pytest.mark.nightly
@@ -25,9 +25,9 @@ def test_many_random_jagged_problems_are_exact(ranks: int) -> None:
     ut.launch(suite.run, ranks, device="cpu", args=(SEED * ranks + 1, 800))
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_are_exact(ranks: int) -> None:
-    assert min(ut.launch(suite.gradients, ranks, device="cpu", args=(SEED + ranks, 16))) > 4
+    assert min(ut.launch(suite.gradients, ranks, device="cpu", args=(SEED + ranks, 12))) > 2
 
 
 @pytest.mark.nightly

@@ -26,11 +26,13 @@ def embedding_all_to_all(
     rows: Annotated[int, typer.Option(min=1, help="Rows of a table.")] = 20000,
     dim: Annotated[int, typer.Option(min=1, help="Columns of a table.")] = 64,
     pooling: Annotated[str, typer.Option(help="Values in a bag; several with commas.")] = "1,4",
+    link: Annotated[str, typer.Option(help="CPU: the emulated link, such as 250MB/s,20us. Unset: 1 GB/s.")] = "",
     rounds: Annotated[int, typer.Option(min=3, help="Calls of each strategy.")] = 15,
     out: Annotated[Path | None, typer.Option(help="All times as JSON.")] = None,
 ) -> None:
     """Pooled lookups whose rows travel: every strategy, checked, beside the lookup and the All-to-All alone."""
     from ..errors import InvalidArgument
+    from ..fabric.cpu_lanes import Pace
     from ..fabric.local_ranks import default_ranks
     from ..report.embedding_bench import LOOKUP, Shape, measure
     from ..report.tables import seconds, show
@@ -42,7 +44,7 @@ def embedding_all_to_all(
         raise InvalidArgument(argument="--pooling", was=repr(pooling), must="counts of at least 1, such as 1,10,70")
     chosen = default_ranks(device.value) if ranks is None else ranks
     shapes = [Shape(batch, tables, rows, dim, int(one)) for one in counts]
-    found = measure(chosen, device.value, shapes, rounds)
+    found = measure(chosen, device.value, shapes, rounds, Pace.parse(link))
     wrong = sorted({name for one in found for name in one.wrong})
     if wrong:
         typer.echo(f"Wrong results: {', '.join(wrong)}.", err=True)

@@ -41,12 +41,18 @@ _SLICE, _TABLE, _TICKET = tl.constexpr(SLICE_WORDS), tl.constexpr(TABLE_WORDS), 
 
 
 @triton.jit
-def _complete(ticket, participants, signal):
-    """The last CTA of a slice tells its destination. Releases, at system scope, what all of them stored."""
+def _complete(ticket, participants, signal, choice):
+    """The last CTA of a slice tells its destination. Releases, at system scope, what all of them stored.
+
+    Before that it clears the word of choice, which all CTAs of the slice have read: once the destination knows of the
+    slice it may choose again, and that choice must not be lost.
+    """
     tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
     taken = tl.atomic_add(ticket, 1, sem="acq_rel", scope="sys") + 1
     if taken == participants:
         tl.store(ticket, 0)
+        if choice != 0:
+            tl.store(choice.to(tl.pointer_type(tl.int32)), 0)
         signal_set(signal.to(tl.pointer_type(tl.int32)), 1)
 
 
@@ -54,7 +60,7 @@ def _complete(ticket, participants, signal):
 def _destination(entry, origin, element: tl.constexpr, ALIGNMENT: tl.constexpr):
     """Where a slice's first row goes.
 
-    The word of choice was acquired by the stream's wait before this launch and changes only after it: a plain load.
+    The word of choice was acquired by the stream's wait before this launch and is cleared by the slice's last CTA.
     """
     address, choice = tl.load(entry) + origin, tl.load(entry + 9)
     if choice != 0:
@@ -163,7 +169,7 @@ def pool_kernel(
                 tl.store(to, total.to(element), mask=present & mask)
         signal = tl.load(entry + 4)
         if (signal != 0) & (mine < items):
-            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal)
+            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal, tl.load(entry + 9))
 
 
 @triton.jit(do_not_specialize=["like", "slices", "tables", "tickets", "slice_count", "origin"])
@@ -202,4 +208,4 @@ def spread_kernel(
                 tl.store(to, tl.load(by, mask=mask, other=0.0), mask=mask)
         signal = tl.load(entry + 4)
         if (signal != 0) & (mine < items):
-            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal)
+            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal, tl.load(entry + 9))

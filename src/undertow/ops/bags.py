@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -49,11 +50,16 @@ class Bags:
         return sum(one.dim for one in self.pieces)
 
     @cached_property
-    def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """On a CPU: values and offsets as 64-bit integers, weights in the tables' type, or none of them."""
+    def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """On a CPU: tables by address, values and offsets as 64-bit integers, weights in the tables' type or none."""
         dtype = self.tables[0].dtype
+        about = [
+            (table.data_ptr(), piece.rows, piece.dim, table.stride(0), piece.first_row)
+            for table, piece in zip(self.tables, self.pieces, strict=True)
+        ]
         weights = torch.empty(0, dtype=dtype) if self.weights is None else self.weights.detach().to(dtype).contiguous()
-        return self.values.long().numpy(), self.offsets.long().numpy(), weights.numpy()
+        numbers = self.values.long().numpy(), self.offsets.long().numpy()
+        return np.array(about, np.int64), *numbers, weights.numpy()
 
     @property
     def mean_length(self) -> float:
@@ -168,16 +174,11 @@ def pool(bags: Bags, first: int, count: int, into: torch.Tensor) -> None:
 
 
 def _pool_compiled(bags: Bags, first: int, into: torch.Tensor) -> None:
-    from .cpu_pooling import pool_table
+    from .cpu_pooling import pool_tables
 
-    values, offsets, weights = bags.arrays
-    out, count, column = into.numpy(), into.shape[0], 0
+    tables, values, offsets, weights = bags.arrays
     weighted, mean = bags.weights is not None, bags.pooling == "mean"
-    for number, (table, piece) in enumerate(zip(bags.tables, bags.pieces, strict=True)):
-        start = number * bags.samples + first
-        bounds = offsets[start : start + count + 1]
-        pool_table(table.detach().numpy(), values, bounds, weights, weighted, piece.first_row, mean, out, column)
-        column += piece.dim
+    pool_tables(tables, values, offsets, weights, weighted, mean, bags.samples, first, into.numpy())
 
 
 def _pooled(

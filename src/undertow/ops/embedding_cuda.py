@@ -1,27 +1,11 @@
-"""Pooled lookups on a GPU: launches of `kernels/embedding.py`, and results that peers write straight into.
-
-**Places.** Each rank has a few places for results in symmetric memory. The tensor that a call returns *is* such a
-place: nothing is copied after the last peer has stored. A place is leased to that tensor and free again when its memory
-is; if none can be leased (the caller keeps old results), the result is copied out of the last place. Which place a
-result goes to is the destination's own choice, told to the sources in a word:
-
-    destination d:  choice word of d at every source s := 1 + place       (releases: what read the place before is done)
-    source s:       wait for the choice words, kernel, clear them         (acquires; the kernel reads the word itself)
-                    the kernel's last finisher of a slice sets full[s, parcel] at d := 1      (releases the slice)
-    destination d:  wait for full[s, parcel], clear it                    (acquires the slice)
-
-Words are set to constants in the order of streams and cleared before their writers can come again: a destination
-chooses anew only after it has seen the slices, and a source sets `full` only after a choice that follows the clearing.
-So a captured call can be replayed.
-"""
+"""Pooled lookups on a GPU: launches of `kernels/embedding.py`, into this rank's own memory or into that of peers."""
 
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,24 +14,15 @@ from numpy.typing import NDArray
 from ..errors import InvalidArgument
 from ..fabric import stream_memory, timeline
 from ..fabric.cuda import CudaFabric
-from ..fabric.signals import Step
-from ..plan.bags import Layout, Leaving, Shape, kernel_shape, slices
+from ..plan.bags import Shape, kernel_shape, slices
 from ..plan.plan import Plan
-from ..plan.tiles import chunks
-from .bags import Bags, add_up
+from .bags import Bags
 from .cuda_product import counters, device_table
-from .overlap import overlap
-from .product import NoProduct, Product
+from .product import Product
 
-if TYPE_CHECKING:
-    from ..fabric.base import Lane
-
-MOST_PARCELS = 16  # words for so many slices of a (source, destination)
-_PLACES = 2
 _SPREAD_CTAS = 8  # on an SM: copies wait for memory
-_ALIGNMENT = 128
 _THREADS = 128
-_EXCHANGE, _TICKETS, _LOADED = object(), object(), object()  # names of what is kept with a fabric
+_TICKETS, _LOADED = object(), object()  # names of what is kept with a fabric
 
 
 class Slice(NamedTuple):
@@ -269,161 +244,3 @@ class CudaPooling(Product):
         ]  # fmt: skip
         with timeline.event("lookup", engine="compute", bags=sum(one.bags for one in found)):
             self._lookup.pool(found, self._buffer, only_load)
-
-
-# -- results that peers write into -------------------------------------------------------------------------------------
-
-
-class _Leased:
-    """Memory that a tensor stands on: torch keeps this object until nothing uses that memory any more."""
-
-    def __init__(self, address: int, nbytes: int, owner: torch.Tensor) -> None:
-        self.owner = owner  # keeps the memory, should the places grow meanwhile
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
-        }  # fmt: skip
-
-
-class Exchange:
-    """The places and words of one group. Opening it is collective."""
-
-    def __init__(self, fabric: CudaFabric) -> None:
-        size = fabric.group.size
-        self._fabric, self._size, self._rank = fabric, size, fabric.group.rank
-        self._words = fabric.signals(size * (MOST_PARCELS + 1))
-        self._leases: dict[tuple[int, int], weakref.ref[_Leased]] = {}
-
-    @staticmethod
-    def of(fabric: CudaFabric) -> Exchange:
-        found = fabric.kept.get(id(_EXCHANGE))
-        if found is None:
-            found = fabric.kept[id(_EXCHANGE)] = Exchange(fabric)
-        assert isinstance(found, Exchange)
-        return found
-
-    def full(self, source: int, parcel: int) -> int:
-        return self._size + source * MOST_PARCELS + parcel
-
-    def take(self, layout: Layout, batches: Sequence[int], like: torch.Tensor) -> Result:
-        """A place for a call's result. Collective where the places have to grow."""
-        size = like.element_size()
-        distance = -(-max(1, max(batches) * layout.room * size) // _ALIGNMENT) * _ALIGNMENT
-        space = self._fabric.workspace("embedding results", _PLACES * distance)
-        base = [space.address(one) for one in range(self._size)]
-        mine, rows = base[self._rank], batches[self._rank]
-        place = next((one for one in range(_PLACES - 1) if self._is_free(mine, one)), _PLACES - 1)
-        nbytes = rows * layout.room * size
-        if nbytes == 0:
-            return Result(self, base, distance, place, layout, like.new_empty(rows, layout.room))
-        leased = _Leased(mine + place * distance, nbytes, space.local)
-        if place < _PLACES - 1:
-            self._leases[mine, place] = weakref.ref(leased)
-        whole = torch.as_tensor(leased, device=like.device).view(like.dtype).view(rows, layout.room)
-        return Result(self, base, distance, place, layout, whole)
-
-    def _is_free(self, base: int, place: int) -> bool:
-        held = self._leases.get((base, place))
-        return held is None or held() is None
-
-    def begin(self, place: int) -> None:
-        """Tell all sources the place of this call's result; wait until all destinations have told theirs."""
-        steps = [Step(False, one, self._rank, place + 1) for one in range(self._size)]
-        self._words.perform(steps + [Step(True, self._rank, one, 1, one) for one in range(self._size)])
-
-    def arrived(self, sources: Sequence[int], parcels: Sequence[int], sent: bool = False) -> None:
-        """Wait for these parcels of these sources, and clear their words.
-
-        `sent`: in the order of the current stream, the kernels that read the choices are done. These are cleared first.
-        """
-        words = [self.full(source, parcel) for source in sources for parcel in parcels]
-        steps = [Step(False, self._rank, one, 0) for one in range(self._size if sent else 0)]
-        steps += [Step(True, self._rank, word, 1) for word in words]
-        steps += [Step(False, self._rank, word, 0) for word in words]
-        if steps:
-            self._words.perform(steps)
-
-    def signal(self, destination: int, parcel: int) -> int:
-        return self._words.address(destination, self.full(self._rank, parcel))
-
-    def choice(self, destination: int) -> int:
-        return self._words.address(self._rank, destination)
-
-
-@dataclass(frozen=True)
-class Result:
-    """A call's place (`whole` [rows, room] stands on it), and the slices that lead into those of others."""
-
-    exchange: Exchange
-    base: list[int]
-    distance: int
-    place: int
-    layout: Layout
-    whole: torch.Tensor
-
-    def slices(self, leaving: Sequence[Leaving], rank: int, source: torch.Tensor | None = None) -> list[Slice]:
-        """Where pooled rows go; `source` [samples, width] where they were pooled before."""
-        size, room = self.whole.element_size(), self.layout.room
-        found = []
-        for one in leaving:
-            signal = 0 if one.destination == rank else self.exchange.signal(one.destination, one.parcel)
-            address = self.base[one.destination] + one.row * room * size
-            width = 0 if source is None else source.shape[1]
-            by = one.first * width * size
-            choice, distance = self.exchange.choice(one.destination), self.distance // size
-            found.append(Slice(address, room, one.first, one.bags, signal, by, width, choice, distance))
-        return found
-
-    def finish(self) -> torch.Tensor:
-        """[rows, width], summed where rows of a table came from several ranks; of its own memory or leased."""
-        if self.layout.sums:
-            return add_up(self.whole, self.layout)
-        return self.whole.clone() if self.place == _PLACES - 1 else self.whole
-
-
-def run_over_peers(
-    fabric: CudaFabric, lane: Lane, bags: Bags, layout: Layout, batches: Sequence[int], plan: Plan, result: Result,
-    compute: bool = True,
-) -> None:  # fmt: skip
-    """Pool and exchange by stores into peers' memory; `compute` False: only what moves, for measurements."""
-    rank = fabric.group.rank
-    leaving = slices(batches, plan, rank)
-    lookup = Lookup(fabric, bags, plan, layout.columns[rank])
-    sources = [one for one, width in enumerate(layout.sent) if width and one != rank]
-    here = [parcel for parcel, ranges in enumerate(chunks(batches, plan)) if ranges[rank][1]]
-    exchange = result.exchange
-    if plan.grain == "fused":
-        found = result.slices(leaving, rank)
-        lookup.pool(found, only_load=True)
-        exchange.begin(result.place)
-        with timeline.event("lookup and send", engine="compute", bags=sum(one.bags for one in leaving)):
-            lookup.pool(found)
-        exchange.arrived(sources, here, sent=True)
-        return
-    like = result.whole
-    buffer = torch.empty(bags.samples, bags.width, dtype=like.dtype, device=like.device)
-    parcels = [
-        result.slices(
-            [one for one in leaving if (one.parcel, one.destination == rank) == (parcel, False)], rank, buffer
-        )
-        for parcel in range(len(plan.parcels))
-    ]
-    mine = result.slices([one for one in leaving if one.destination == rank], rank, buffer)
-    product: Product = NoProduct()
-    if compute:
-        product = CudaPooling(fabric, bags, batches, plan, buffer, lambda: lookup.spread(mine, buffer))
-        product.load()
-        lookup.spread(mine, buffer, only_load=True)
-    ctas = plan.share.communication_ctas
-    for found in parcels:
-        lookup.spread(found, buffer, ctas, only_load=True)
-
-    def carry(parcel: int) -> None:
-        with timeline.event("spread", engine=lane.name, slices=len(parcels[parcel])):
-            lookup.spread(parcels[parcel], buffer, ctas)
-
-    def collect(parcel: int) -> None:
-        exchange.arrived(sources if parcel in here else (), [parcel])
-
-    exchange.begin(result.place)
-    overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels))
-    exchange.arrived((), (), sent=True)

@@ -4,9 +4,10 @@
     proxy thread                | move 0              | move 1 ...
     taking                      | wait for parcel 0, put it beside the others | ...
 
-Source and landing stand in symmetric memory, of two calls in turn. A rank may write into those of the call before last:
-it has the slices that the others posted in the last call, which they did after they had taken all of the one before.
-Where two ranks have nothing for each other that proves nothing, and ranks meet at a barrier instead.
+Source and landing stand in symmetric memory, each call's in another half of it than the last one's. A rank may write
+into that of the call before last: it has the slices that the others posted in the last call, which they did after they
+had taken all of the one before. Where in the last call two ranks had nothing for each other, that proves nothing, and
+ranks meet at a barrier instead. They also do before anything is posted to memory that is new to the proxies.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Posts:
         self.proxy = Proxy(fabric, signals=fabric.group.size, lane=lane)
         self.taken = [0] * fabric.group.size
         self.calls = 0
+        self.met = True  # whether every rank had something for every other one in the last call
 
     @staticmethod
     def of(fabric: Fabric, lane: str) -> Posts:
@@ -54,7 +56,7 @@ class Posts:
 
 
 class _Memory:
-    """Where this call's slices are made, and where those for each rank land."""
+    """Where the slices of one call are made, and where those for each rank land. Making it is collective."""
 
     def __init__(
         self, fabric: Fabric, posts: Posts, layout: Layout, batches: Sequence[int], like: torch.Tensor
@@ -63,11 +65,14 @@ class _Memory:
         made = _aligned(sum(batches) * max(layout.sent) * size)
         landing = _aligned(max(batches) * sum(layout.sent) * size)
         self.space: SymmetricBuffer = fabric.workspace("embedding posts", _CALLS * (made + landing))
+        is_new = self.space.identity not in posts.proxy.buffers
         self.number = posts.proxy.attach(self.space)
-        turn = posts.calls % _CALLS
+        if is_new or not posts.met:
+            fabric.group.barrier()
+        posts.met = all(layout.sent) and all(batches)
+        self.source = posts.calls % _CALLS * (self.space.nbytes // _CALLS // _ALIGNMENT * _ALIGNMENT)
         posts.calls += 1
-        self.source = turn * made
-        self._landing = _CALLS * made + turn * landing
+        self._landing = self.source + made
         self._layout, self._batches, self._size, self._dtype = layout, batches, size, like.dtype
 
     def buffer(self, samples: int, width: int) -> torch.Tensor:
@@ -101,8 +106,6 @@ def run(
     group, rank = fabric.group, fabric.group.rank
     posts = Posts.of(fabric, lane)
     memory = _Memory(fabric, posts, layout, batches, like)
-    if not all(layout.sent) or not all(batches):
-        group.barrier()
     width, size = bags.width, like.element_size()
     buffer = memory.buffer(bags.samples, width)
     with half_way(group):

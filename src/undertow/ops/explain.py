@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..plan.metrics import overlap_efficiency, share_of_ideal
-from ..plan.plan import Plan
+from ..plan.plan import EMBEDDING, Plan
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -142,19 +142,21 @@ class Explanation:
         }
 
     def __str__(self) -> str:
+        work = "lookup" if self.operator == EMBEDDING else "matmul"
+        why = "\n".join(filter(None, (self.reason, _hidden(self.choice, work))))
         ran = (
             f"{self.operator}({self.shape}) on group {self.group}, call {self.call}: asked for {self.asked!r}, "
-            f"ran {self.plan.name} in {_parcels(len(self.plan.parcels))} (plan {self.plan.digest}). {self.choice}"
+            f"ran {self.plan.name} in {_parcels(len(self.plan.parcels))} (plan {self.plan.digest}). {why}"
         )
         return "\n".join([ran, *_rows(self.candidates)])
 
 
-def _hidden(choice: Choice) -> str:
-    """How much of the communication shows, in one sentence; empty where it is not known."""
+def _hidden(choice: Choice, work: str = "matmul") -> str:
+    """How much of the communication shows, in one sentence; empty where it is not known. `work`: what hides it."""
     exposed, serial, gemm = choice.effective_communication_seconds, choice.serial_seconds, choice.gemm_seconds
     if exposed is None or serial is None or gemm is None:
         return ""
-    said = f"The matmul alone takes {milliseconds(gemm)}, serial {milliseconds(serial)}, this plan "
+    said = f"The {work} alone takes {milliseconds(gemm)}, serial {milliseconds(serial)}, this plan "
     said += f"{milliseconds(choice.seconds)}: effective communication time {milliseconds(exposed)}"
     if choice.overlap_efficiency is not None:
         said += f", overlap efficiency E {choice.overlap_efficiency:.0%}"

@@ -7,18 +7,20 @@ a GPU beside a copy engine. Results are compared with the reference before anyth
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from rich.table import Table
 
+from ..fabric.cpu_lanes import Pace
 from ..fabric.group import Group
 from ..fabric.launch import launch
 from ..fabric.registry import init
 from ..fabric.timer import Comparison
 from ..ops.bags import Bags
-from ..ops.embedding_all_to_all import pool_all, problem_of, run
+from ..ops.embedding_all_to_all import problem_of
+from ..ops.embedding_run import pool_all, run
 from ..plan.bags import Layout, Piece
 from ..plan.defaults import default_plan
 from ..plan.plan import GRAINS
@@ -59,9 +61,12 @@ class Findings:
         return strategy_table(self.rows, title=f"embedding_all_to_all, {self.ranks} ranks, {self.shape}")
 
 
-def measure(ranks: int, device: str, shapes: list[Shape], rounds: int) -> list[Findings]:
-    """Launch ranks, let them measure each shape; the first rank's findings, and whatever was wrong on any."""
-    every: list[list[Findings]] = launch(measure_rank, ranks, device, args=(shapes, rounds))
+def measure(ranks: int, device: str, shapes: list[Shape], rounds: int, link: Pace | None = None) -> list[Findings]:
+    """Launch ranks, let them measure each shape; the first rank's findings, and whatever was wrong on any.
+
+    `link`: what the paced lane of a CPU pretends to be, instead of the usual one.
+    """
+    every: list[list[Findings]] = launch(measure_rank, ranks, device, args=(shapes, rounds, link))
     for number, first in enumerate(every[0]):
         first.wrong.extend(
             f"{name} on rank {rank}" for rank, found in enumerate(every[1:], 1) for name in found[number].wrong
@@ -69,9 +74,11 @@ def measure(ranks: int, device: str, shapes: list[Shape], rounds: int) -> list[F
     return every[0]
 
 
-def measure_rank(shapes: list[Shape], rounds: int) -> list[Findings]:
+def measure_rank(shapes: list[Shape], rounds: int, link: Pace | None = None) -> list[Findings]:
     group = init()
     routes = find_routes(group.fabric)
+    if link is not None:
+        routes = [route if route.pace is None else replace(route, pace=link) for route in routes]
     return [_measure(group, shape, routes, rounds) for shape in shapes]
 
 
