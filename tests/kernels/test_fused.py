@@ -42,7 +42,7 @@ def gather(bulk: bool = True) -> CompiledKernel:
         **dict.fromkeys(("table", "bases", "word_bases"), "*i64"),
         **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
         **dict.fromkeys(("tiles", "own", "active", "loaders", "rows", "inner", "first_row", "first_line"), "i32"),
-        **dict.fromkeys(("capacity", "parts", "rank"), "i32"), "stride": "i64", **WATCH,
+        **dict.fromkeys(("capacity", "lines", "parts", "rank"), "i32"), "stride": "i64", **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "TRANSPOSED": False, "PARTS": 2 if bulk else 4, "BULK": bulk,

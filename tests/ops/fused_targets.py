@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import matmul_suite as suite
 import torch
@@ -125,3 +127,114 @@ def a_missing_word_is_an_error() -> str:
     except ut.UndertowError as error:
         return f"{type(error).__name__}: {error}"
     return "not noticed"
+
+
+# A word that has another writer in the next call: (word, holder, target, teller). In call n it is set at `target` by
+# `holder`, in call n + 1 by `teller`, who can get there while `holder` has not yet set it for call n.
+CONTESTED = {"gather": (4, 2, 0, 1), "decode": (2, 2, 1, 0), "scatter": (19, 0, 2, 1)}
+
+
+def contested_words() -> dict[str, tuple[bool, bool]]:
+    """`contested_word` of every form, with either rank held back."""
+    cases = [(form, late) for form in CONTESTED for late in ("holder", "target")]
+    return {f"{form}, late {late}": contested_word(form, late) for form, late in cases}
+
+
+def contested_word(form: str, late: str) -> tuple[bool, bool]:
+    """Whether the target took one call's word for the other's, and whether both results are exact.
+
+    `late`: who is held back, "holder" until `teller` has set the word for the next call, and where the target is then
+    seen to wait; or "target", too, until both have set it.
+    """
+    group = ut.init()
+    calls = {
+        "gather": (_rows_of(2), _rows_of(4)), "decode": (_reduced(5, 1), _reduced(5, 3)),
+        "scatter": (_reduced(6, 0), _reduced(9, 0)),
+    }[form]  # fmt: skip
+    assert calls[1](group, 1)  # the larger one makes room for both
+    assert calls[0](group, 3)
+    word, *roles = CONTESTED[form]
+    with _held_back(group, word, roles, late) as held:
+        exact = calls[0](group, 5)
+        held.over()
+        exact = calls[1](group, 7) and exact
+    return held.early, exact
+
+
+class _Held:
+    """Words of its own, on every rank: 0 the next call's word is set, 1 go on, 2 this call's word is set."""
+
+    def __init__(self, group: ut.Group, roles: list[int]) -> None:
+        self.signals, self.rank = group.fabric.signals(3), group.rank
+        self.holder, self.target, self.teller = roles
+        self.call, self.early = 1, False
+
+    def over(self) -> None:
+        """The first call is over; the holder goes on where the target did not wait for it."""
+        self.call = 2
+        if self.rank == self.target and self.early:
+            self.signals.set(self.holder, 1, 1)
+
+
+@contextmanager
+def _held_back(group: ut.Group, word: int, roles: list[int], late: str) -> Iterator[_Held]:
+    """Hooks on words told and waited for. They wait for other ranks, never for a time."""
+    from undertow.ops import fused_cpu
+
+    held = _Held(group, roles)
+    tell, wait = fused_cpu._Turn.tell, fused_cpu._Turn.wait
+    group.barrier()
+
+    def told(turn: fused_cpu._Turn, to: int, told_word: int) -> None:
+        here = (told_word, to) == (word, held.target)
+        if here and held.call == 1 and group.rank == held.holder:
+            held.signals.wait(1 if late == "holder" else 0, 1)
+        tell(turn, to, told_word)
+        if here and held.call == 1 and group.rank == held.holder:
+            held.signals.set(held.target, 2, 1)
+        if here and held.call == 2 and group.rank == held.teller:
+            for other in (held.target, held.holder):
+                held.signals.set(other, 0, 1)
+
+    def waited(turn: fused_cpu._Turn, asked: int, sender: int) -> None:
+        if asked == word and held.call == 1 and group.rank == held.target:
+            if late == "holder":
+                held.signals.wait(0, 1)
+                seen = turn._stage.signals.read(turn._words + asked)
+                held.early = seen >= turn._stage.epoch  # and nobody set it for this call
+                if not held.early:
+                    held.signals.set(held.holder, 1, 1)
+            else:
+                held.signals.wait(2, 1)
+        wait(turn, asked, sender)
+
+    fused_cpu._Turn.tell, fused_cpu._Turn.wait = told, waited  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        fused_cpu._Turn.tell, fused_cpu._Turn.wait = tell, wait  # type: ignore[method-assign]
+
+
+def _rows_of(rows: int) -> Callable[[ut.Group, int], bool]:
+    """all_gather_matmul of so many rows of each rank, a line for each row."""
+
+    def call(group: ut.Group, seed: int) -> bool:
+        shards = [torch.full((rows, 4), float(seed + rank)) for rank in range(group.size)]
+        w = torch.ones(4, 3)
+        y = ut.all_gather_matmul(shards[group.rank], w, group=group, strategy="fused")
+        return torch.equal(y, torch.cat(shards) @ w)
+
+    return call
+
+
+def _reduced(rows: int, split: int) -> Callable[[ut.Group, int], bool]:
+    """matmul_all_reduce of so many rows, a line for each, or with K in `split` parts."""
+
+    def call(group: ut.Group, seed: int) -> bool:
+        xs = [torch.full((rows, 6), float(seed + rank)) for rank in range(group.size)]
+        w = torch.ones(6, 4)
+        plan = Plan("fused", "peer", ((0, 1),), tile=(rows if split else 1, 4), own_last=True, split=split)
+        y = ut.matmul_all_reduce(xs[group.rank], w, group=group, plan=plan)
+        return torch.equal(y, sum(xs) @ w)
+
+    return call

@@ -55,3 +55,10 @@ def test_a_fused_call_is_explained_or_refused() -> None:
 def test_a_tile_that_never_comes_is_an_error_at_the_deadline() -> None:
     found = ut.launch(targets.a_missing_word_is_an_error, 2, device="cpu", deadline=2)
     assert all(one.startswith(("RankLost", "UndertowError", "Timeout", "MismatchedCall")) for one in found), found
+
+
+def test_a_word_may_have_another_writer_in_the_next_call() -> None:
+    """The next call neither ends a wait of this one nor loses its own word to a late writer of this one."""
+    for found in ut.launch(targets.contested_words, 3, device="cpu", deadline=10):
+        assert found == dict.fromkeys(found, (False, True))
+        assert len(found) == 6

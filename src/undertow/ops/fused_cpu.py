@@ -14,9 +14,11 @@ plan means is tested without a GPU:
     arrive   for band of the rows for ranks r - 1, ...: rows of the receiver = x
              for band of own rows, then of those from ranks r + 1, ...: wait for it, y = finish(rows @ w)
 
-Memory is used in turn by two calls. A call announces itself to all; nobody writes for call n before the receiver has
-announced call n - 1, which it does when it is over with call n - 2. Setting a word releases the stores before it; a
-wait acquires them.
+Memory and words are used in turn by two calls. A call announces itself to all; nobody writes for call n before the
+receiver has announced call n - 1, which it does when it is over with call n - 2. A call is over when all that was told
+to this rank has been waited for: so nobody still writes for call n - 2 either, even where a word has another writer in
+every call, as lines belong to other ranks in other shapes. Setting a word releases the stores before it; a wait
+acquires them.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class _Stage:
-    """Two halves of `half` elements on every rank, a word of every rank for calls begun, `words` more, and the call."""
+    """Two halves of `half` elements on every rank, a word of every rank for calls begun, twice `words`, and the call."""
 
     data: SymmetricBuffer
     half: int
@@ -69,11 +71,12 @@ class _Turn:
                 group.barrier()  # nobody reads the old one any more
                 stage.data.release()
                 stage.signals.release()
-            made = fabric.buffer(2 * half, dtype), half, fabric.signals(self.size + held), held
+            made = fabric.buffer(2 * half, dtype), half, fabric.signals(self.size + 2 * held), held
             stage = stages[kind, dtype] = _Stage(*made)
             group.barrier()
         stage.epoch += 1
         self._stage, self._base = stage, (stage.epoch & 1) * stage.half
+        self._words = self.size + (stage.epoch & 1) * stage.words
         self._open: set[int] = {self.rank}
         for peer in range(self.size):
             if peer != self.rank:
@@ -92,11 +95,16 @@ class _Turn:
             self._stage.signals.wait(rank, self._stage.epoch - 1, rank)
             self._open.add(rank)
 
+    def open_all(self) -> None:
+        """Wait until all ranks are over with the call before the last, so that nobody still reads what is here."""
+        for rank in range(self.size):
+            self.open(rank)
+
     def tell(self, rank: int, word: int) -> None:
-        self._stage.signals.set(rank, self.size + word, self._stage.epoch)
+        self._stage.signals.set(rank, self._words + word, self._stage.epoch)
 
     def wait(self, word: int, sender: int) -> None:
-        self._stage.signals.wait(self.size + word, self._stage.epoch, sender)
+        self._stage.signals.wait(self._words + word, self._stage.epoch, sender)
 
 
 def run(
@@ -137,6 +145,8 @@ def _scatter(
     table = fused.scatter_table(shards, n, plan, rank, broadcast).tolist()
     sums = size * plane  # where a rank keeps what it has summed
     for row, rows, column, columns, shard_row, line, owner, out_row in table:
+        if owner == rank:
+            turn.open_all()  # others may have read sums here
         turn.open(owner)
         slot = _part(turn.slot(owner, rank * plane, padded, n), shard_row, rows, column, columns)
         _multiply(x[row : row + rows], w[:, column : column + columns], slot)
@@ -217,6 +227,9 @@ def _gather(
             for band in range(bands[source]):
                 awaited(source, sum(bands[:source]) + band)
             arriving.add([(firsts[source], shards[source])])
+    for source in range(size):  # also without columns: the call is over when all rows are here
+        for band in range(bands[source]):
+            awaited(source, sum(bands[:source]) + band)
 
 
 def _decode(

@@ -149,7 +149,7 @@ def _gather(
     rank, size, n, k = fabric.group.rank, fabric.group.size, problem.n, problem.k
     lines = sum(-(-rows // block_m) for rows in problem.shards)
     # One for each K, so that rows of all calls have the same places in both halves.
-    stage = _stage(fabric, ("gather", x.dtype, k), problem.m * k, lines, x.dtype, unit=k)
+    stage = _stage(fabric, ("gather", x.dtype, k), problem.m * k, 2 * lines, x.dtype, unit=k)
     key = ("fused gather", problem.shards, n, plan.digest, rank)
     table = device_table(fabric, key, lambda: fused.gather_table(problem.shards, n, plan, rank))
     own = -(-problem.shards[rank] // block_m) * -(-n // block_n)
@@ -172,7 +172,8 @@ def _gather(
             _descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, a.tensor, y, bias, table,
             stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), own, active,
             min(active, loaders), x.shape[0], k, a.tensor.stride(0), sum(problem.shards[:rank]),
-            fused.first_line(problem.shards, plan, rank), capacity, fused.parts(plan, k), rank, *_watch(fabric),
+            fused.first_line(problem.shards, plan, rank), capacity, stage.lines // 2, fused.parts(plan, k), rank,
+            *_watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, TRANSPOSED=b.transposed, PARTS=parts, BULK=bulk,
             EVEN=aligned, WIDTH=plan.piece, RANKS=size, **finishing, num_warps=8, num_stages=4,
         )  # fmt: skip
