@@ -11,7 +11,8 @@ import matmul_suite as suite
 import torch
 
 import undertow as ut
-from undertow.errors import StrategyUnavailable
+from undertow.errors import AllocationFailed, StrategyUnavailable
+from undertow.fabric.base import SymmetricBuffer
 from undertow.ops import choose
 from undertow.ops import matmul_all_reduce as reduce
 from undertow.ops import matmul_reduce_scatter as scatter
@@ -238,3 +239,32 @@ def _reduced(rows: int, split: int) -> Callable[[ut.Group, int], bool]:
         return torch.equal(y, sum(xs) @ w)
 
     return call
+
+
+def no_room() -> list[str]:
+    """A fused call of every form that finds no room is refused on all ranks, and the group goes on."""
+    group, said = ut.init(), []
+    group.fabric.lane("peer")
+    x, w = torch.ones(8, 4), torch.ones(4, 4)
+    calls: tuple[Callable[[str], torch.Tensor], ...] = (
+        lambda strategy: ut.matmul_reduce_scatter(x, w, group=group, strategy=strategy),
+        lambda strategy: ut.matmul_all_reduce(x, w, group=group, strategy=strategy),
+        lambda strategy: ut.all_gather_matmul(x, w, group=group, strategy=strategy),
+    )
+    real = group.fabric.buffer
+
+    def full(shape: tuple[int, ...] | int, dtype: torch.dtype) -> SymmetricBuffer:
+        group.fabric._agree_on_allocation("no room" if group.rank == 1 else "")
+        return real(shape, dtype)
+
+    for call in calls:
+        group.fabric.buffer = full  # type: ignore[method-assign]
+        try:
+            call("fused")
+        except AllocationFailed as error:
+            said.append(str(error))
+        finally:
+            group.fabric.buffer = real  # type: ignore[method-assign]
+        assert not group.failed
+        assert torch.equal(call("serial"), call("fused"))
+    return said

@@ -62,3 +62,10 @@ def test_a_word_may_have_another_writer_in_the_next_call() -> None:
     for found in ut.launch(targets.contested_words, 3, device="cpu", deadline=10):
         assert found == dict.fromkeys(found, (False, True))
         assert len(found) == 6
+
+
+def test_a_call_without_room_ends_no_group() -> None:
+    for said in ut.launch(targets.no_room, 2, device="cpu", deadline=10):
+        # all_reduce finds the room that reduce_scatter made
+        assert len(said) == 2, said
+        assert all("no room" in one for one in said)

@@ -151,3 +151,15 @@ def test_the_planner_knows_fused_plans(operator: str, m: int) -> None:
     if m == 8192 and operator != "matmul_all_reduce":  # whose sums are copied once more
         assert found["fused:peer"].total < serial
     assert "fused:peer" not in {plan.name for plan, _ in ranked(asked, MACHINE, ["dma"])}
+
+
+@pytest.mark.parametrize(
+    ("operator", "m", "times"),
+    [("matmul_reduce_scatter", 8192, 2 * 5 / 4), ("matmul_all_reduce", 8192, 2 * 5 / 4), ("matmul_all_reduce", 64, 16)],
+)
+def test_what_a_stage_takes_is_known(operator: str, m: int, times: float) -> None:
+    """Slots of all ranks and sums, of both turns; of few rows packets of twice the bytes from every rank."""
+    asked = problem(operator, m=m)
+    assert fused.stage_bytes(asked, fused_plan(asked, "peer")) == times * asked.result_bytes
+    gathers = problem("all_gather_matmul", m=m)
+    assert fused.stage_bytes(gathers, fused_plan(gathers, "peer")) == 2 * m * gathers.k * 2

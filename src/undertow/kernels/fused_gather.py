@@ -89,8 +89,9 @@ def fused_gather_kernel(
 
     `bases` and `word_bases`: addresses of all ranks' gathered buffers and words; `words` are those here. A band of
     columns comes in `parts` parts of WIDTH. Words of the second turn begin `lines` lines after the first's. This rank's
-    rows begin at `first_row` of the gathered matrix, its lines of words at `first_line`. The first `active` CTAs work, the first `loaders` of them push; every CTA of the grid, which
-    never changes, counts calls in its word of `epochs`. The first `own` tiles of the table are of own rows.
+    rows begin at `first_row` of the gathered matrix, its lines of words at `first_line`. The first
+    `active` CTAs work, the first `loaders` of them push; every CTA of the grid, which never changes, counts calls in
+    its word of `epochs`. The first `own` tiles of the table are of own rows.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program, volatile=True) + 1
@@ -101,8 +102,8 @@ def fused_gather_kernel(
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
     if program < loaders:
-        _load(x, bases, word_bases, turn_row, first_row, turn_line + first_line, rows, inner, stride, epoch, program, loaders,
-              parts, rank, BLOCK_M, WIDTH, RANKS)  # fmt: skip
+        _load(x, bases, word_bases, turn_row, first_row, turn_line + first_line, rows, inner, stride, epoch, program,
+              loaders, parts, rank, BLOCK_M, WIDTH, RANKS)  # fmt: skip
     counter = taken + turn * LINE
     position = tiles
     if program < active:

@@ -7,7 +7,7 @@ carry anything beside it, and its one kernel holds all SMs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,20 +47,23 @@ def run(
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """One call by the plan. `matrix`: the splits of an all_to_all."""
+    # Room and kernels first: what cannot be had is refused before anything moves, and ends no group.
+    call: Callable[[], None]
+    if fabric.group.device.type == "cuda":
+        from . import fused_cuda
+
+        call = fused_cuda.prepare(x, w, y, problem, plan, finish, fabric, arriving)
+    else:
+        from . import fused_cpu
+
+        if matrix is not None:
+            call = fused_cpu.exchange(x, w, y, matrix, problem, plan, finish, fabric)
+        else:
+            call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     with half_way(fabric.group):
         if beside is not None:
             if beside.bring is not None:
                 beside.bring(Carrier(fabric, lane, y, beside.longest))
                 lane.flush()
             beside.compute()
-        if fabric.group.device.type == "cuda":
-            from . import fused_cuda
-
-            fused_cuda.run(x, w, y, problem, plan, finish, fabric, arriving)
-            return
-        from . import fused_cpu
-
-        if matrix is not None:
-            fused_cpu.exchange(x, w, y, matrix, problem, plan, finish, fabric)
-        else:
-            fused_cpu.run(x, w, y, problem, plan, finish, fabric, arriving)
+        call()

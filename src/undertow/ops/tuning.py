@@ -27,6 +27,8 @@ from .. import __version__
 from ..errors import AllocationFailed, InvalidArgument, MismatchedCall, StrategyUnavailable
 from ..plan import cache, tuner
 from ..plan.defaults import default_plan
+from ..plan.fused import stage_bytes
+from ..plan.plan import EMBEDDING
 from ..plan.predict import matmul_seconds, predict
 from ..plan.search import ranked
 from ..plan.tuner import BUDGET_SECONDS, Decision, Trial
@@ -302,18 +304,21 @@ class _Timer:
 
     def warm(self, plan: Plan) -> None:
         """Once untimed: lanes are opened, kernels compiled, workspaces allocated. One rank that cannot stops all."""
-        said = self._group.exchange(self._without_room(), "whether there is room for a plan")
+        said = self._group.exchange(self._without_room(plan), "whether there is room for a plan")
         if not any(said):
             said = self._group.exchange(self._attempt(plan), "whether a plan can run")
         reason = next((f"rank {rank}: {one}" for rank, one in enumerate(said) if one), "")
         if reason:
             self._refused[plan] = reason
 
-    def _without_room(self) -> str:
+    def _without_room(self, plan: Plan) -> str:
         """Why this rank has no memory for a plan's buffers; empty if it has. Tried apart: nobody waits for it yet."""
         problem = self._request.problem
+        wanted = _BUFFERS * problem.result_bytes
+        if plan.grain == "fused" and problem.operator != EMBEDDING:
+            wanted = stage_bytes(problem, plan)
         try:
-            torch.empty(_BUFFERS * problem.result_bytes, dtype=torch.uint8, device=self._group.device)
+            torch.empty(wanted, dtype=torch.uint8, device=self._group.device)
         except (*_NO_MEMORY, RuntimeError) as error:  # torch's CPU allocator has no class of its own for it
             return str(error).splitlines()[0]
         return ""

@@ -78,6 +78,21 @@ def padded_rows(rows: tuple[int, ...], plan: Plan) -> int:
     return -(-max(rows) // plan.tile[0]) * plan.tile[0]
 
 
+def stage_elements(problem: Problem, plan: Plan) -> int:
+    """What one turn of a call needs of every rank's memory: a slot for each rank and sums, rows, or packets."""
+    if problem.operator == "all_gather_matmul":
+        return problem.m * problem.k
+    if form(problem, plan) == DECODE:  # a packet holds two columns
+        return problem.ranks * plan.split * problem.m * (problem.n // 2)
+    return (problem.ranks + 1) * padded_rows(owned(problem, plan), plan) * problem.n
+
+
+def stage_bytes(problem: Problem, plan: Plan) -> int:
+    """Symmetric memory of both turns on a GPU, without words."""
+    packet = 8 if form(problem, plan) == DECODE else problem.item_size
+    return 2 * packet * stage_elements(problem, plan)
+
+
 @lru_cache(256)
 def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast: bool) -> Integers:
     """[tiles, 8]: what the scatter kernel of `rank` reads at each position; the last tiles are its own.
