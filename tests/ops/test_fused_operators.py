@@ -41,6 +41,10 @@ def test_norms_and_residuals_follow_a_fused_call() -> None:
     assert ut.launch(targets.norms_and_residuals, 2, device="cpu") == [True, True]
 
 
+def test_plans_do_not_depend_on_what_a_rank_knows_alone() -> None:
+    assert ut.launch(targets.ranks_differ_in_k, 3, device="cpu", deadline=20) == [True] * 3
+
+
 def test_a_fused_call_is_explained_or_refused() -> None:
     for name, reason, refused in ut.launch(targets.explained, 2, device="cpu"):
         assert name == "fused:peer"

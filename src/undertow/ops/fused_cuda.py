@@ -9,6 +9,7 @@ always the same, and at most so many CTAs of it work. Nothing that differs from 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -131,6 +132,9 @@ def _gather(
 
     assert plan.tile is not None
     block_m, block_n = plan.tile
+    if problem.n == 0:  # others need its rows, and wait for it to take theirs: it multiplies a few zeros
+        problem, finish = replace(problem, n=_ALIGNED), Finish(None, "none")
+        w, y = w.new_zeros(problem.k, _ALIGNED), y.new_empty(problem.m, _ALIGNED)
     rank, size, n, k = fabric.group.rank, fabric.group.size, problem.n, problem.k
     lines = sum(-(-rows // block_m) for rows in problem.shards)
     # One for each K, so that rows of all calls have the same places in both halves.
