@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import matmul_suite as suite
 import torch
+import torch.distributed as dist
 
 import undertow as ut
 from undertow.errors import AllocationFailed, StrategyUnavailable
@@ -16,6 +17,7 @@ from undertow.fabric.base import SymmetricBuffer
 from undertow.ops import choose
 from undertow.ops import matmul_all_reduce as reduce
 from undertow.ops import matmul_reduce_scatter as scatter
+from undertow.ops.fused import unwanted
 from undertow.plan import fused
 from undertow.plan.defaults import fused_plan
 from undertow.plan.plan import Plan
@@ -286,3 +288,19 @@ def no_room() -> list[str]:
         assert not group.failed
         assert torch.equal(call("serial"), call("fused"))
     return said
+
+
+def other_groups() -> tuple[str, str, str]:
+    """Why `auto` leaves fused plans out: alone, beside another group, and where a part of the GPU is not known."""
+    group = ut.init()
+    alone = unwanted(group)
+    others = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    beside = unwanted(group)
+    group.fabric.unknown_sharers = "nobody knows"
+    try:
+        ut.matmul_reduce_scatter(torch.ones(6, 2), torch.ones(2, 2), group=group, strategy="fused")
+        said = ""
+    except StrategyUnavailable as error:
+        said = str(error)
+    del others
+    return alone, beside, said

@@ -73,3 +73,10 @@ def test_a_call_without_room_ends_no_group() -> None:
         # all_reduce finds the room that reduce_scatter made
         assert len(said) == 2, said
         assert all("no room" in one for one in said)
+
+
+def test_auto_leaves_fused_plans_out_beside_another_group() -> None:
+    for alone, beside, said in ut.launch(targets.other_groups, 3, device="cpu"):
+        assert alone == ""
+        assert "may run kernels on the same device" in beside
+        assert "nobody knows" in said
