@@ -10,7 +10,8 @@ from ptx import CompiledKernel, check_acquire_order, check_release_order, compil
 
 from undertow.kernels.fused_decode import fused_decode_kernel
 from undertow.kernels.fused_gather import fused_gather_kernel
-from undertow.kernels.fused_scatter import fused_scatter_kernel
+from undertow.kernels.fused_scatter import LINE, fused_scatter_kernel
+from undertow.plan import fused
 
 STAGES = 4
 SHARED = 227 << 10  # bytes that a CTA may have on sm_90
@@ -81,6 +82,10 @@ def check_bulk_words(ptx: str) -> None:
         parts = re.search(rf"and\.pred\s+{guard}, (%p\d+), (%p\d+);", ptx)
         assert parts is not None, f"{guard} is not a conjunction"
         assert any(re.search(rf"elect\.sync\s+%r\d+\|{one}, -1;", ptx) for one in parts.groups()), guard
+
+
+def test_plans_and_kernels_mean_the_same_line() -> None:
+    assert LINE.value == fused.LINE
 
 
 def test_a_tile_arrives_before_its_word() -> None:

@@ -28,10 +28,10 @@ numbers; each call clears the other one, which nobody uses before the next call 
 import triton
 import triton.language as tl
 
+from .fused_scatter import LINE  # 32-bit words of a band's line: one for each part of its columns
 from .gemm import ENTRY, multiply, store_tile
 from .signals import proxy_fence, signal_set, signal_wait_all
 
-LINE = tl.constexpr(32)  # 32-bit words of a band's line: one for each part of its columns
 _COPIED = tl.constexpr(64 << 10)  # elements that a CTA has under way: half of its registers
 
 

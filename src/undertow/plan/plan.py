@@ -60,7 +60,8 @@ class Plan:
 
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
     `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
-    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange.
+    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. A rank's own
+    tiles come last, or (all_gather) first, and `own_last` says so; `order` and `layout` are "natural".
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
     fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
