@@ -10,7 +10,8 @@ from ptx import CompiledKernel, check_acquire_order, check_after_bulk_stores, ch
 
 from undertow.kernels.fused_decode import fused_decode_kernel
 from undertow.kernels.fused_gather import fused_gather_kernel
-from undertow.kernels.fused_scatter import fused_scatter_kernel
+from undertow.kernels.fused_scatter import LINE, fused_scatter_kernel
+from undertow.plan import fused
 
 STAGES = 4
 SHARED = 227 << 10  # bytes that a CTA may have on sm_90
@@ -42,7 +43,7 @@ def gather(bulk: bool = True) -> CompiledKernel:
         **dict.fromkeys(("table", "bases", "word_bases"), "*i64"),
         **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
         **dict.fromkeys(("tiles", "own", "active", "loaders", "rows", "inner", "first_row", "first_line"), "i32"),
-        **dict.fromkeys(("capacity", "parts", "rank"), "i32"), "stride": "i64", **WATCH,
+        **dict.fromkeys(("capacity", "lines", "parts", "rank"), "i32"), "stride": "i64", **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "TRANSPOSED": False, "PARTS": 2 if bulk else 4, "BULK": bulk,
@@ -70,6 +71,10 @@ def decode(rows: int, at_once: int, ranks: int = 4, **changes: Any) -> CompiledK
 def check_bulk_words(ptx: str) -> None:
     """Every tile's word is released after all threads that issued its bulk stores completed them and met."""
     assert check_after_bulk_stores(ptx, r"st\.release\.sys", r"3d") >= 2, "in the loop, and after it for the last tile"
+
+
+def test_plans_and_kernels_mean_the_same_line() -> None:
+    assert LINE.value == fused.LINE
 
 
 def test_a_tile_arrives_before_its_word() -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import matmul_suite as suite
 import torch
+import torch.distributed as dist
 
 import undertow as ut
-from undertow.errors import StrategyUnavailable
+from undertow.errors import AllocationFailed, StrategyUnavailable
+from undertow.fabric.base import SymmetricBuffer
 from undertow.ops import choose
 from undertow.ops import matmul_all_reduce as reduce
 from undertow.ops import matmul_reduce_scatter as scatter
+from undertow.ops.fused import unwanted
 from undertow.plan import fused
 from undertow.plan.defaults import fused_plan
 from undertow.plan.plan import Plan
@@ -28,8 +33,10 @@ def random_plan(problem: Problem, chance: random.Random) -> Plan:
         tile = max(1, problem.m), tile[1]
     plan = dataclasses.replace(
         fused_plan(problem, "peer"), tile=tile, group_bands=chance.randint(1, 9), split=split,
-        piece=max(chance.choice((1, 3, 8, 64)), -(-problem.k // fused.LINE)),
+        piece=chance.choice((1, 3, 8, 64)),
     )  # fmt: skip
+    if problem.operator == "all_gather_matmul":  # only there all ranks know K
+        plan = dataclasses.replace(plan, piece=max(plan.piece, -(-problem.k // fused.LINE)))
     plan.check(problem)
     return plan
 
@@ -43,9 +50,7 @@ def random_plans(seed: int, count: int) -> dict[str, int]:
     turn = 0
 
     def planned(problem: Problem, grain: str, lane: str) -> Plan:
-        # K differs between ranks of all but all_gather: the plan must not depend on it.
-        asked = problem if problem.operator == "all_gather_matmul" else dataclasses.replace(problem, k=64)
-        plan = random_plan(asked, random.Random(seed + turn))
+        plan = random_plan(problem, random.Random(seed + turn))
         forms[fused.form(problem, plan)] += 1
         return plan
 
@@ -98,6 +103,24 @@ def norms_and_residuals() -> bool:
     return True
 
 
+def ranks_differ_in_k() -> bool:
+    """Parts of K of very different lengths, and a rank without columns: all ranks must plan the same."""
+    group = ut.init()
+    lengths = (1024 * fused.LINE + 1, 1024 * fused.LINE, 1)
+    xs, ws = [torch.ones(2 * group.size, k) for k in lengths], [torch.ones(k, 2) for k in lengths]
+    x, w = xs[group.rank], ws[group.rank]
+    y = ut.matmul_reduce_scatter(x, w, group=group, strategy="fused")
+    assert torch.equal(y, scatter.reference(xs, ws)[group.rank])
+    assert torch.equal(ut.matmul_all_reduce(x, w, group=group, strategy="fused"), reduce.reference(xs, ws))
+    for number in range(4):
+        rows = torch.full((group.rank + 1, 3), float(number + group.rank))
+        columns = torch.ones(3, (group.rank + number) % group.size)
+        y = ut.all_gather_matmul(rows, columns, rows=[1, 2, 3], group=group, strategy="fused")
+        all_rows = torch.cat([torch.full((rank + 1, 3), float(number + rank)) for rank in range(group.size)])
+        assert torch.equal(y, all_rows @ columns)
+    return True
+
+
 def explained() -> tuple[str, str, str]:
     """The plan's name, the reason, and what is said where no tile can be put."""
     group = ut.init()
@@ -125,3 +148,159 @@ def a_missing_word_is_an_error() -> str:
     except ut.UndertowError as error:
         return f"{type(error).__name__}: {error}"
     return "not noticed"
+
+
+# A word that has another writer in the next call: (word, holder, target, teller). In call n it is set at `target` by
+# `holder`, in call n + 1 by `teller`, who can get there while `holder` has not yet set it for call n.
+CONTESTED = {"gather": (4, 2, 0, 1), "decode": (2, 2, 1, 0), "scatter": (19, 0, 2, 1)}
+
+
+def contested_words() -> dict[str, tuple[bool, bool]]:
+    """`contested_word` of every form, with either rank held back."""
+    cases = [(form, late) for form in CONTESTED for late in ("holder", "target")]
+    return {f"{form}, late {late}": contested_word(form, late) for form, late in cases}
+
+
+def contested_word(form: str, late: str) -> tuple[bool, bool]:
+    """Whether the target took one call's word for the other's, and whether both results are exact.
+
+    `late`: who is held back, "holder" until `teller` has set the word for the next call, and where the target is then
+    seen to wait; or "target", too, until both have set it.
+    """
+    group = ut.init()
+    calls = {
+        "gather": (_rows_of(2), _rows_of(4)), "decode": (_reduced(5, 1), _reduced(5, 3)),
+        "scatter": (_reduced(6, 0), _reduced(9, 0)),
+    }[form]  # fmt: skip
+    assert calls[1](group, 1)  # the larger one makes room for both
+    assert calls[0](group, 3)
+    word, *roles = CONTESTED[form]
+    with _held_back(group, word, roles, late) as held:
+        exact = calls[0](group, 5)
+        held.over()
+        exact = calls[1](group, 7) and exact
+    return held.early, exact
+
+
+class _Held:
+    """Words of its own, on every rank: 0 the next call's word is set, 1 go on, 2 this call's word is set."""
+
+    def __init__(self, group: ut.Group, roles: list[int]) -> None:
+        self.signals, self.rank = group.fabric.signals(3), group.rank
+        self.holder, self.target, self.teller = roles
+        self.call, self.early = 1, False
+
+    def over(self) -> None:
+        """The first call is over; the holder goes on where the target did not wait for it."""
+        self.call = 2
+        if self.rank == self.target and self.early:
+            self.signals.set(self.holder, 1, 1)
+
+
+@contextmanager
+def _held_back(group: ut.Group, word: int, roles: list[int], late: str) -> Iterator[_Held]:
+    """Hooks on words told and waited for. They wait for other ranks, never for a time."""
+    from undertow.ops import fused_cpu
+
+    held = _Held(group, roles)
+    tell, wait = fused_cpu._Turn.tell, fused_cpu._Turn.wait
+    group.barrier()
+
+    def told(turn: fused_cpu._Turn, to: int, told_word: int) -> None:
+        here = (told_word, to) == (word, held.target)
+        if here and held.call == 1 and group.rank == held.holder:
+            held.signals.wait(1 if late == "holder" else 0, 1)
+        tell(turn, to, told_word)
+        if here and held.call == 1 and group.rank == held.holder:
+            held.signals.set(held.target, 2, 1)
+        if here and held.call == 2 and group.rank == held.teller:
+            for other in (held.target, held.holder):
+                held.signals.set(other, 0, 1)
+
+    def waited(turn: fused_cpu._Turn, asked: int, sender: int) -> None:
+        if asked == word and held.call == 1 and group.rank == held.target:
+            if late == "holder":
+                held.signals.wait(0, 1)
+                seen = turn._stage.signals.read(turn._words + asked)
+                held.early = seen >= turn._stage.epoch  # and nobody set it for this call
+                if not held.early:
+                    held.signals.set(held.holder, 1, 1)
+            else:
+                held.signals.wait(2, 1)
+        wait(turn, asked, sender)
+
+    fused_cpu._Turn.tell, fused_cpu._Turn.wait = told, waited  # type: ignore[method-assign]
+    try:
+        yield held
+    finally:
+        fused_cpu._Turn.tell, fused_cpu._Turn.wait = tell, wait  # type: ignore[method-assign]
+
+
+def _rows_of(rows: int) -> Callable[[ut.Group, int], bool]:
+    """all_gather_matmul of so many rows of each rank, a line for each row."""
+
+    def call(group: ut.Group, seed: int) -> bool:
+        shards = [torch.full((rows, 4), float(seed + rank)) for rank in range(group.size)]
+        w = torch.ones(4, 3)
+        y = ut.all_gather_matmul(shards[group.rank], w, group=group, strategy="fused")
+        return torch.equal(y, torch.cat(shards) @ w)
+
+    return call
+
+
+def _reduced(rows: int, split: int) -> Callable[[ut.Group, int], bool]:
+    """matmul_all_reduce of so many rows, a line for each, or with K in `split` parts."""
+
+    def call(group: ut.Group, seed: int) -> bool:
+        xs = [torch.full((rows, 6), float(seed + rank)) for rank in range(group.size)]
+        w = torch.ones(6, 4)
+        plan = Plan("fused", "peer", ((0, 1),), tile=(rows if split else 1, 4), own_last=True, split=split)
+        y = ut.matmul_all_reduce(xs[group.rank], w, group=group, plan=plan)
+        return torch.equal(y, sum(xs) @ w)
+
+    return call
+
+
+def no_room() -> list[str]:
+    """A fused call of every form that finds no room is refused on all ranks, and the group goes on."""
+    group, said = ut.init(), []
+    group.fabric.lane("peer")
+    x, w = torch.ones(8, 4), torch.ones(4, 4)
+    calls: tuple[Callable[[str], torch.Tensor], ...] = (
+        lambda strategy: ut.matmul_reduce_scatter(x, w, group=group, strategy=strategy),
+        lambda strategy: ut.matmul_all_reduce(x, w, group=group, strategy=strategy),
+        lambda strategy: ut.all_gather_matmul(x, w, group=group, strategy=strategy),
+    )
+    real = group.fabric.buffer
+
+    def full(shape: tuple[int, ...] | int, dtype: torch.dtype) -> SymmetricBuffer:
+        group.fabric._agree_on_allocation("no room" if group.rank == 1 else "")
+        return real(shape, dtype)
+
+    for call in calls:
+        group.fabric.buffer = full  # type: ignore[method-assign]
+        try:
+            call("fused")
+        except AllocationFailed as error:
+            said.append(str(error))
+        finally:
+            group.fabric.buffer = real  # type: ignore[method-assign]
+        assert not group.failed
+        assert torch.equal(call("serial"), call("fused"))
+    return said
+
+
+def other_groups() -> tuple[str, str, str]:
+    """Why `auto` leaves fused plans out: alone, beside another group, and where a part of the GPU is not known."""
+    group = ut.init()
+    alone = unwanted(group)
+    others = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    beside = unwanted(group)
+    group.fabric.unknown_sharers = "nobody knows"
+    try:
+        ut.matmul_reduce_scatter(torch.ones(6, 2), torch.ones(2, 2), group=group, strategy="fused")
+        said = ""
+    except StrategyUnavailable as error:
+        said = str(error)
+    del others
+    return alone, beside, said

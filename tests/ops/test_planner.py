@@ -160,6 +160,7 @@ class FakeGroup:
         self.fabric = SimpleNamespace(
             kept={}, lanes=lambda: dict.fromkeys(("net", "peer", "dma"), ""), settle=lambda: None, multiprocessors=1,
             lane=lambda name: name, guarded_call=lambda outputs: contextlib.nullcontext(),
+            unknown_sharers="",
         )  # fmt: skip
 
     def exchange(self, value: Any, purpose: str) -> list[Any]:

@@ -12,7 +12,7 @@ from undertow.errors import InvalidArgument
 from undertow.plan import fused
 from undertow.plan.defaults import default_plan, fused_plan
 from undertow.plan.machine import Machine
-from undertow.plan.plan import Plan
+from undertow.plan.plan import Plan, Share
 from undertow.plan.predict import predict
 from undertow.plan.problem import Problem
 from undertow.plan.search import fused_plans, ranked
@@ -117,6 +117,10 @@ def test_a_tile_needs_the_memory_of_its_owner() -> None:
         ({"tile": (32, 256)}, "tile"),
         ({"split": 1}, "split"),
         ({"piece": 16}, "piece"),
+        ({"order": "rotated"}, "order"),
+        ({"layout": "packed"}, "layout"),
+        ({"own_last": True}, "own_last"),
+        ({"share": Share(communication_priority=0)}, "share.communication_priority"),
     ],
 )
 def test_a_plan_that_no_kernel_has_is_refused(changes: dict[str, object], field: str) -> None:
@@ -151,3 +155,49 @@ def test_the_planner_knows_fused_plans(operator: str, m: int) -> None:
     if m == 8192 and operator != "matmul_all_reduce":  # whose sums are copied once more
         assert found["fused:peer"].total < serial
     assert "fused:peer" not in {plan.name for plan, _ in ranked(asked, MACHINE, ["dma"])}
+
+
+@pytest.mark.parametrize(
+    ("operator", "m", "times"),
+    [("matmul_reduce_scatter", 8192, 2 * 5 / 4), ("matmul_all_reduce", 8192, 2 * 5 / 4), ("matmul_all_reduce", 64, 16)],
+)
+def test_what_a_stage_takes_is_known(operator: str, m: int, times: float) -> None:
+    """Slots of all ranks and sums, of both turns; of few rows packets of twice the bytes from every rank."""
+    asked = problem(operator, m=m)
+    assert fused.stage_bytes(asked, fused_plan(asked, "peer")) == times * asked.result_bytes
+    gathers = problem("all_gather_matmul", m=m)
+    assert fused.stage_bytes(gathers, fused_plan(gathers, "peer")) == 2 * m * gathers.k * 2
+
+
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("m", [16, 8192])
+def test_plans_do_not_depend_on_a_ranks_own_k(operator: str, device: str, m: int) -> None:
+    plans = set()
+    for k in (1, 30000, 32768, 32769, 34000, 524288, 524289, 1 << 24):
+        asked = problem(operator, m=m, k=k, device=device)
+        plans.add(fused_plan(asked, "peer"))
+        for plan in plans:
+            plan.check(asked)
+    assert len(plans) == 1
+
+
+@pytest.mark.parametrize("k", [8, 32768, 32776, 524288])
+@pytest.mark.parametrize("n", [0, 5, 8192])
+def test_whether_rows_are_gathered_does_not_depend_on_a_ranks_own_columns(k: int, n: int) -> None:
+    asked = problem("all_gather_matmul", k=k)
+    own = problem("all_gather_matmul", n=n, k=k)
+    assert fused.why_not(own, "peer") == ""
+    assert fused_plan(own, "peer") == fused_plan(asked, "peer")
+    fused_plan(own, "peer").check(own)
+
+
+def test_a_k_that_no_piece_fits_is_told() -> None:
+    asked = problem("all_gather_matmul", k=524296)
+    assert fused.why_not(asked, "peer") == "K is 524296, and the fused gather knows at most 524288"
+
+
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul"])
+def test_a_fused_plan_leaves_an_sm_to_others(operator: str) -> None:
+    for plan in fused_plans(problem(operator)):
+        assert plan.share.multiprocessors == 32  # of 33

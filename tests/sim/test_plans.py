@@ -42,6 +42,18 @@ def test_simulation_and_prediction_agree(operator: str, grain: str, lane: str) -
     assert found.seconds == pytest.approx(predict(problem, plan, MACHINE).total, rel=0.06)
 
 
+@pytest.mark.parametrize("m", [4, 64, 512, 2048, 8192])
+@pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul"])
+def test_simulated_and_predicted_fused_calls_agree(operator: str, m: int) -> None:
+    """One launch, the bytes of each wave behind it, what is left in the end; few rows move when all is computed."""
+    problem = _problem(operator, m=m)
+    plan = default_plan(problem, "fused", "peer")
+    found, said = simulate_plan(problem, plan, MACHINE).seconds, predict(problem, plan, MACHINE)
+    assert found == pytest.approx(said.total, rel=1e-9 if plan.split else 0.06)
+    more = simulate_plan(problem, plan, replace(MACHINE, launch_seconds=MACHINE.launch_seconds + 1e-3)).seconds
+    assert more - found == pytest.approx(1e-3, rel=0.01)  # one launch
+
+
 def test_interference_is_the_planners() -> None:
     problem = _problem("matmul_all_reduce", k=20480)
     plan = default_plan(problem, "signaled", "dma")

@@ -12,9 +12,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from .. import errors
-from . import atomics, green, stream_memory, torch_symmetric
+from . import atomics, green, sharers, stream_memory, torch_symmetric
 from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
 from .pinned import PinnedSegment
 from .share import bounded_grids, on_multiprocessors
@@ -39,11 +40,18 @@ class CudaFabric(Fabric):
         self._streams: dict[tuple[str, int], CudaStream] = {}
         self._flags: list[CudaSignals] = []
         properties = torch.cuda.get_device_properties(self.device)
-        devices = group.exchange(str(properties.uuid), "which GPUs ranks have")
+        mine = sharers.seat(str(properties.uuid), int(properties.multi_processor_count), dist.get_world_size())
+        seats = [sharers.Seat(*one) for one in group.exchange(list(mine), "which GPUs ranks have")]
+        devices = [one.gpu for one in seats]
         #: whether two ranks share a GPU: copies between them run on SMs there, so `dma` goes through the host
         self.shares_device = len(set(devices)) < group.size
-        #: SMs of this rank: of a GPU that is shared its part, which kernels keep to by the size of their grids
-        self.multiprocessors = int(properties.multi_processor_count) // devices.count(str(properties.uuid))
+        #: SMs of this rank: of a GPU that is shared, by whatever ranks of the job, its part, which kernels keep to by
+        #: the size of their grids. The same on all ranks of the group
+        self.multiprocessors = sharers.part(seats)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        could_share = os.environ.get(OVERLAPPING) == "1" or local > torch.cuda.device_count()
+        said = group.exchange(sharers.unknown(seats, could_share), "who shares the GPUs")
+        self.unknown_sharers = next((one for one in said if one), "")
         self._no_peers = self._why_no_peers(devices)
 
     def _why_no_peers(self, devices: list[str]) -> str:

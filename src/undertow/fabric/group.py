@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .. import errors, settings
-from . import meeting, node, watchdog
+from . import meeting, node, sharers, watchdog
 from .calls import Bracket, Call
 from .flight import FlightRing
 from .heartbeat import PERIOD, SILENCE, Heartbeat
@@ -74,8 +74,10 @@ class Group:
         self._heartbeat: Heartbeat | None = None
         # Through the store, before anything connects: a rank that dies while the others connect to it is known by then.
         fact = {"node": node.identity(), "pid": os.getpid(), "ring": FlightRing.mine().path}
+        fact["gpu"] = sharers.name_of(device)
         facts = meeting.roll_call(self._store, meeting.Place(self.name, self.rank, self.ranks), fact, deadline)
         self._processes = {rank: int(fact["pid"]) for rank, fact in enumerate(facts)}
+        sharers.met(self.ranks, [str(fact["gpu"]) for fact in facts])
         self._rings = meeting.open_rings(facts, self.rank)
         watchdog.instance().add(self)
         try:

@@ -25,8 +25,6 @@ import triton.language as tl
 from .combine import activated
 from .packets import send, settle
 
-MOST_ROWS = 64
-
 
 @triton.jit
 def _pairs(tile, ELEMENT: tl.constexpr):

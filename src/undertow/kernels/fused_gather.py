@@ -12,9 +12,10 @@ the following ranks, each tile once its band of rows has arrived.
 The table is that of `gemm`, with the rows of x for own tiles and of the gathered matrix for others, and the line of the
 band's words in place of the parcel.
 
-Gathered buffers are used in turn by two calls. A rank that is in call n + 2 has seen the end of call n + 1, which
-needed rows that every other rank sent after its own call n: nobody still reads the rows of call n. (Every rank must
-have a row for that.)
+Gathered buffers and words are used in turn by two calls. A rank that is in call n + 2 has seen the end of call n + 1,
+which needed rows that every other rank sent after its own call n: nobody still reads the rows of call n, nor sets its
+words, whose writers change from call to call, as a line belongs to another rank in another shape. (Every rank must have
+a row for that.)
 
 Memory ordering. A word is released at system scope behind a CTA barrier that follows the stores of its part
 (`signal_set`), and acquired at system scope by the CTA that needs it; a proxy fence orders that before its TMA loads.
@@ -27,11 +28,10 @@ numbers; each call clears the other one, which nobody uses before the next call 
 import triton
 import triton.language as tl
 
+from .fused_scatter import LINE  # 32-bit words of a band's line: one for each part of its columns
 from .gemm import ENTRY, multiply, store_tile
 from .signals import proxy_fence, signal_set, signal_wait_all
 
-LINE = tl.constexpr(32)  # 32-bit words of a band's line: one for each part of its columns
-MOST_PARTS = 32
 _COPIED = tl.constexpr(64 << 10)  # elements that a CTA has under way: half of its registers
 
 
@@ -69,7 +69,7 @@ def _load(
 
 _FREE = [
     *("bias", "table", "bases", "word_bases", "words", "epochs", "taken", "tiles", "own", "active", "loaders"),
-    *("first_row", "first_line", "capacity", "rank", "parts", "rows", "inner", "stride", "abort", "error"),
+    *("first_row", "first_line", "capacity", "lines", "rank", "parts", "rows", "inner", "stride", "abort", "error"),
     "deadline_ns",
 ]
 
@@ -78,8 +78,8 @@ _FREE = [
 def fused_gather_kernel(
     mine, gathered, b, c, x, out, bias, table, bases, word_bases, words, epochs, taken,
     tiles: tl.int32, own: tl.int32, active: tl.int32, loaders: tl.int32, rows: tl.int32, inner: tl.int32,
-    stride: tl.int64, first_row: tl.int32, first_line: tl.int32, capacity: tl.int32, parts: tl.int32, rank: tl.int32,
-    abort, error, deadline_ns: tl.int64,
+    stride: tl.int64, first_row: tl.int32, first_line: tl.int32, capacity: tl.int32, lines: tl.int32, parts: tl.int32,
+    rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     WIDTH: tl.constexpr, RANKS: tl.constexpr,
@@ -88,21 +88,22 @@ def fused_gather_kernel(
     [N, K]) and, where BULK, `c` (`out` [M, N]) are tensor descriptors.
 
     `bases` and `word_bases`: addresses of all ranks' gathered buffers and words; `words` are those here. A band of
-    columns comes in `parts` parts of WIDTH. This rank's rows begin at `first_row` of the gathered matrix, its lines of
-    words at `first_line`. The first `active` CTAs work, the first `loaders` of them push; every CTA of the grid, which
-    never changes, counts calls in its word of `epochs`. The first `own` tiles of the table are of own rows.
+    columns comes in `parts` parts of WIDTH. Words of the second turn begin `lines` lines after the first's. This rank's
+    rows begin at `first_row` of the gathered matrix, its lines of words at `first_line`. The first
+    `active` CTAs work, the first `loaders` of them push; every CTA of the grid, which never changes, counts calls in
+    its word of `epochs`. The first `own` tiles of the table are of own rows.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program, volatile=True) + 1
     turn = epoch & 1
-    turn_row = turn * capacity
+    turn_row, turn_line = turn * capacity, turn * lines
     steps = tl.cdiv(inner, BLOCK_K)
     inner, stride = inner // 8 * 8, stride // 8 * 8  # they are so already: it tells the compiler
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
     if program < loaders:
-        _load(x, bases, word_bases, turn_row, first_row, first_line, rows, inner, stride, epoch, program, loaders,
-              parts, rank, BLOCK_M, WIDTH, RANKS)  # fmt: skip
+        _load(x, bases, word_bases, turn_row, first_row, turn_line + first_line, rows, inner, stride, epoch, program,
+              loaders, parts, rank, BLOCK_M, WIDTH, RANKS)  # fmt: skip
     counter = taken + turn * LINE
     position = tiles
     if program < active:
@@ -119,7 +120,7 @@ def fused_gather_kernel(
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         line = tl.load(entry + 6).to(tl.int32)
-        signal_wait_all(words + line * LINE, epoch, parts, -1, abort, error, deadline_ns)
+        signal_wait_all(words + (turn_line + line) * LINE, epoch, parts, -1, abort, error, deadline_ns)
         proxy_fence()
         total = multiply(gathered, b, turn_row + row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)

@@ -101,7 +101,9 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
     grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
     if grain == "fused" and problem.operator != EMBEDDING:
         refuse_fused(strategy, problem, lane, request.group)
-    return Choice(default_plan(problem, grain, lane), "The strategy was given.")
+    made = default_plan(problem, grain, lane)
+    made.check(problem)
+    return Choice(made, "The strategy was given.")
 
 
 def refuse_fused(strategy: str, problem: Problem, lane: str, group: Group) -> None:

@@ -7,10 +7,11 @@ carry anything beside it, and its one kernel holds all SMs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from ..collective.carry import Carrier
 from .overlap import half_way
@@ -26,11 +27,28 @@ if TYPE_CHECKING:
 
 def unavailable(group: Group) -> str:
     """Why this rank's device cannot run a fused kernel, whatever the problem, or ""; ranks have GPUs of one kind."""
+    if group.fabric.unknown_sharers:
+        return group.fabric.unknown_sharers
     if group.device.type == "cpu":
         return ""
     if torch.cuda.get_device_capability(group.device)[0] < 9:
         return "the fused kernels need TMA, which GPUs before sm_90 do not have"
     return ""
+
+
+def unwanted(group: Group) -> str:
+    """Why `auto` leaves fused plans out on this rank, or "".
+
+    A fused kernel holds its SMs until all ranks have come. Kernels of another group on the same device (NCCL's, of data
+    parallel gradients) that wait for SMs on one rank, while their peers run on another, would wait for each other.
+    """
+    device = group.device.type
+    for other, ranks in dist.distributed_c10d._world.pg_group_ranks.items():
+        if other is group.process_group or len(ranks) < 2 or not isinstance(other, dist.ProcessGroup):
+            continue
+        if any(one.type == device for one in other._device_types):
+            return f"group {other.group_name} may run kernels on the same device"
+    return unavailable(group)
 
 
 def run(
@@ -47,20 +65,23 @@ def run(
     matrix: Sequence[Sequence[int]] | None = None,
 ) -> None:
     """One call by the plan. `matrix`: the splits of an all_to_all."""
+    # Room and kernels first: what cannot be had is refused before anything moves, and ends no group.
+    call: Callable[[], None]
+    if fabric.group.device.type == "cuda":
+        from . import fused_cuda
+
+        call = fused_cuda.prepare(x, w, y, problem, plan, finish, fabric, arriving)
+    else:
+        from . import fused_cpu
+
+        if matrix is not None:
+            call = fused_cpu.exchange(x, w, y, matrix, problem, plan, finish, fabric)
+        else:
+            call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     with half_way(fabric.group):
         if beside is not None:
             if beside.bring is not None:
                 beside.bring(Carrier(fabric, lane, y, beside.longest))
                 lane.flush()
             beside.compute()
-        if fabric.group.device.type == "cuda":
-            from . import fused_cuda
-
-            fused_cuda.run(x, w, y, problem, plan, finish, fabric, arriving)
-            return
-        from . import fused_cpu
-
-        if matrix is not None:
-            fused_cpu.exchange(x, w, y, matrix, problem, plan, finish, fabric)
-        else:
-            fused_cpu.run(x, w, y, problem, plan, finish, fabric, arriving)
+        call()

@@ -14,14 +14,16 @@ plan means is tested without a GPU:
     arrive   for band of the rows for ranks r - 1, ...: rows of the receiver = x
              for band of own rows, then of those from ranks r + 1, ...: wait for it, y = finish(rows @ w)
 
-Memory is used in turn by two calls. A call announces itself to all; nobody writes for call n before the receiver has
-announced call n - 1, which it does when it is over with call n - 2. Setting a word releases the stores before it; a
-wait acquires them.
+Memory and words are used in turn by two calls. A call announces itself to all; nobody writes for call n before the
+receiver has announced call n - 1, which it does when it is over with call n - 2. A call is over when all that was told
+to this rank has been waited for: so nobody still writes for call n - 2 either, even where a word has another writer in
+every call, as lines belong to other ranks in other shapes. Setting a word releases the stores before it; a wait
+acquires them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -33,6 +35,7 @@ from .finish import FUNCTIONS, Finish
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric, SymmetricBuffer
+    from ..fabric.group import Group
     from ..fabric.signals import Signals
     from ..plan.plan import Plan
     from ..plan.problem import Problem
@@ -44,7 +47,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass
 class _Stage:
-    """Two halves of `half` elements on every rank, a word of every rank for calls begun, `words` more, and the call."""
+    """Two halves of `half` elements on every rank, a word of every rank for calls begun, 2 × `words`, the call."""
 
     data: SymmetricBuffer
     half: int
@@ -53,27 +56,41 @@ class _Stage:
     epoch: int = 0
 
 
+def _room(fabric: Fabric, kind: str, dtype: torch.dtype, elements: int, words: int) -> _Stage:
+    """The stage for calls of `kind` with so many elements and words in a half, the same on all ranks.
+
+    Collective where it is made or grown. What cannot be allocated on one rank is refused on all, and ends nothing.
+    """
+    stages: dict[tuple[str, torch.dtype], _Stage] = fabric.kept.setdefault(id(_STAGES), {})  # type: ignore[assignment]
+    stage = stages.get((kind, dtype))
+    if stage is not None and stage.half >= elements and stage.words >= words:
+        return stage
+    half, held = max(1024, 2 * elements), max(64, 2 * words)
+    if stage is not None:
+        half, held = max(half, stage.half), max(held, stage.words)
+        fabric.group.barrier()  # nobody reads the old one any more
+        del stages[kind, dtype]
+        stage.data.release()
+        stage.signals.release()
+    data = fabric.buffer(2 * half, dtype)
+    try:
+        signals = fabric.signals(fabric.group.size + 2 * held)
+    except BaseException:
+        data.release()
+        raise
+    stage = stages[kind, dtype] = _Stage(data, half, signals, held)
+    fabric.group.barrier()
+    return stage
+
+
 class _Turn:
     """One call on a stage."""
 
-    def __init__(self, fabric: Fabric, kind: str, dtype: torch.dtype, elements: int, words: int) -> None:
-        """`elements` and `words`: what a half must hold; the same on all ranks, as making room is collective."""
-        stages: dict[tuple[str, torch.dtype], _Stage] = fabric.kept.setdefault(id(_STAGES), {})  # type: ignore[assignment]
-        stage = stages.get((kind, dtype))
-        group = fabric.group
+    def __init__(self, group: Group, stage: _Stage) -> None:
         self.size, self.rank = group.size, group.rank
-        if stage is None or stage.half < elements or stage.words < words:
-            half, held = max(1024, 2 * elements), max(64, 2 * words)
-            if stage is not None:
-                half, held = max(half, stage.half), max(held, stage.words)
-                group.barrier()  # nobody reads the old one any more
-                stage.data.release()
-                stage.signals.release()
-            made = fabric.buffer(2 * half, dtype), half, fabric.signals(self.size + held), held
-            stage = stages[kind, dtype] = _Stage(*made)
-            group.barrier()
         stage.epoch += 1
         self._stage, self._base = stage, (stage.epoch & 1) * stage.half
+        self._words = self.size + (stage.epoch & 1) * stage.words
         self._open: set[int] = {self.rank}
         for peer in range(self.size):
             if peer != self.rank:
@@ -92,14 +109,19 @@ class _Turn:
             self._stage.signals.wait(rank, self._stage.epoch - 1, rank)
             self._open.add(rank)
 
+    def open_all(self) -> None:
+        """Wait until all ranks are over with the call before the last, so that nobody still reads what is here."""
+        for rank in range(self.size):
+            self.open(rank)
+
     def tell(self, rank: int, word: int) -> None:
-        self._stage.signals.set(rank, self.size + word, self._stage.epoch)
+        self._stage.signals.set(rank, self._words + word, self._stage.epoch)
 
     def wait(self, word: int, sender: int) -> None:
-        self._stage.signals.wait(self.size + word, self._stage.epoch, sender)
+        self._stage.signals.wait(self._words + word, self._stage.epoch, sender)
 
 
-def run(
+def prepare(
     x: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
@@ -108,24 +130,29 @@ def run(
     finish: Finish,
     fabric: Fabric,
     arriving: Arriving | None = None,
-) -> None:
-    """The whole call of any operator but all_to_all."""
+) -> Callable[[], None]:
+    """The whole call of any operator but all_to_all, with room made for it: what does it, once."""
     # What needs whole rows comes in the end, and bias and activation with it.
     now = finish if finish.after is None else Finish(None, "none")
     form = fused.form(problem, plan)
     if form == fused.GATHER:
-        _gather(x, w, y, problem, plan, now, fabric, arriving)
+        call = _gather(x, w, y, problem, plan, now, fabric, arriving)
     elif form == fused.DECODE:
-        _decode(x, w, y, problem, plan, now, fabric)
+        call = _decode(x, w, y, problem, plan, now, fabric)
     else:
-        _scatter(x, w, y, problem, plan, now, fabric)
-    if finish.after is not None:
-        finish.apply(y)
+        call = _scatter(x, w, y, problem, plan, now, fabric)
+
+    def whole() -> None:
+        call()
+        if finish.after is not None:
+            finish.apply(y)
+
+    return whole
 
 
 def _scatter(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: Fabric
-) -> None:
+) -> Callable[[], None]:
     assert plan.tile is not None
     rank, size, n = fabric.group.rank, fabric.group.size, problem.n
     broadcast = problem.operator == "matmul_all_reduce"
@@ -133,33 +160,40 @@ def _scatter(
     padded = fused.padded_rows(shards, plan)
     plane = padded * n
     lines = sum(-(-rows // plan.tile[0]) for rows in shards) * -(-n // plan.tile[1])
-    turn = _Turn(fabric, "scatter", x.dtype, (size + 1) * plane, lines * (size + 1))
-    table = fused.scatter_table(shards, n, plan, rank, broadcast).tolist()
-    sums = size * plane  # where a rank keeps what it has summed
-    for row, rows, column, columns, shard_row, line, owner, out_row in table:
-        turn.open(owner)
-        slot = _part(turn.slot(owner, rank * plane, padded, n), shard_row, rows, column, columns)
-        _multiply(x[row : row + rows], w[:, column : column + columns], slot)
-        turn.tell(owner, line * size + rank)
-        if owner != rank:
-            continue
-        parts = []
-        for source in range(size):
-            turn.wait(line * size + source, source)
-            parts.append(_part(turn.slot(rank, source * plane, padded, n), shard_row, rows, column, columns))
-        out = _part(y, out_row, rows, column, columns)
-        with timeline.event("sum", engine="communication", bytes=out.nbytes):
-            _sum(out, parts, finish, column)
-        if broadcast:
-            _part(turn.slot(rank, sums, padded, n), shard_row, rows, column, columns).copy_(out)
-            for peer in range(size):
-                turn.tell(peer, lines * size + line)
-    if broadcast:
-        for _, rows, column, columns, shard_row, line, owner, out_row in table:
+    stage = _room(fabric, "scatter", x.dtype, (size + 1) * plane, lines * (size + 1))
+
+    def call() -> None:
+        turn = _Turn(fabric.group, stage)
+        table = fused.scatter_table(shards, n, plan, rank, broadcast).tolist()
+        sums = size * plane  # where a rank keeps what it has summed
+        for row, rows, column, columns, shard_row, line, owner, out_row in table:
+            if owner == rank:
+                turn.open_all()  # others may have read sums here
+            turn.open(owner)
+            slot = _part(turn.slot(owner, rank * plane, padded, n), shard_row, rows, column, columns)
+            _multiply(x[row : row + rows], w[:, column : column + columns], slot)
+            turn.tell(owner, line * size + rank)
             if owner != rank:
-                turn.wait(lines * size + line, owner)
-                summed = _part(turn.slot(owner, sums, padded, n), shard_row, rows, column, columns)
-                _part(y, out_row, rows, column, columns).copy_(summed)
+                continue
+            parts = []
+            for source in range(size):
+                turn.wait(line * size + source, source)
+                parts.append(_part(turn.slot(rank, source * plane, padded, n), shard_row, rows, column, columns))
+            out = _part(y, out_row, rows, column, columns)
+            with timeline.event("sum", engine="communication", bytes=out.nbytes):
+                _sum(out, parts, finish, column)
+            if broadcast:
+                _part(turn.slot(rank, sums, padded, n), shard_row, rows, column, columns).copy_(out)
+                for peer in range(size):
+                    turn.tell(peer, lines * size + line)
+        if broadcast:
+            for _, rows, column, columns, shard_row, line, owner, out_row in table:
+                if owner != rank:
+                    turn.wait(lines * size + line, owner)
+                    summed = _part(turn.slot(owner, sums, padded, n), shard_row, rows, column, columns)
+                    _part(y, out_row, rows, column, columns).copy_(summed)
+
+    return call
 
 
 def _gather(
@@ -171,82 +205,95 @@ def _gather(
     finish: Finish,
     fabric: Fabric,
     arriving: Arriving | None,
-) -> None:
+) -> Callable[[], None]:
     assert plan.tile is not None
-    block_m = plan.tile[0]
+    block_m, block_n = plan.tile
     rank, size, n, k, shards = fabric.group.rank, fabric.group.size, problem.n, problem.k, problem.shards
     bands = [-(-rows // block_m) for rows in shards]
     firsts = [sum(shards[:source]) for source in range(size)]
     parts = max(1, fused.parts(plan, k))
-    turn = _Turn(fabric, "gather", x.dtype, problem.m * k, sum(bands) * parts)
-    gathered = turn.slot(rank, 0, problem.m, k)
-    gathered[firsts[rank] : firsts[rank] + shards[rank]] = x
-    if arriving is not None:
-        arriving.begin(gathered)
-    first_line = fused.first_line(shards, plan, rank)
-    for step in range(1, size):
-        to = (rank - step) % size
-        turn.open(to)
-        theirs = turn.slot(to, 0, problem.m, k)[firsts[rank] : firsts[rank] + shards[rank]]
-        for band in range(bands[rank]):
-            rows = slice(band * block_m, (band + 1) * block_m)
-            for part in range(parts):
-                columns = slice(part * plan.piece, (part + 1) * plan.piece)
-                theirs[rows, columns] = x[rows, columns]
-                turn.tell(to, (first_line + band) * parts + part)
-    here: set[int] = set()
+    stage = _room(fabric, "gather", x.dtype, problem.m * k, sum(bands) * parts)
 
-    def awaited(source: int, line: int) -> None:
-        if source != rank and line not in here:
-            for part in range(parts):
-                turn.wait(line * parts + part, source)
-            here.add(line)
-
-    table = fused.gather_table(shards, n, plan, rank).tolist()
-    position = 0
-    for step in range(size):
-        source = (rank + step) % size
-        for _ in range(bands[source] * -(-n // plan.tile[1])):
-            row, rows, column, columns, _, _, line, _ = table[position]
-            position += 1
-            awaited(source, line)
-            first = row + (firsts[rank] if source == rank else 0)
-            out = _part(y, first, rows, column, columns)
-            _multiply(gathered[first : first + rows], w[:, column : column + columns], out, finish, column)
+    def call() -> None:
+        turn = _Turn(fabric.group, stage)
+        gathered = turn.slot(rank, 0, problem.m, k)
+        gathered[firsts[rank] : firsts[rank] + shards[rank]] = x
         if arriving is not None:
+            arriving.begin(gathered)
+        first_line = fused.first_line(shards, plan, rank)
+        for step in range(1, size):
+            to = (rank - step) % size
+            turn.open(to)
+            theirs = turn.slot(to, 0, problem.m, k)[firsts[rank] : firsts[rank] + shards[rank]]
+            for band in range(bands[rank]):
+                rows = slice(band * block_m, (band + 1) * block_m)
+                for part in range(parts):
+                    columns = slice(part * plan.piece, (part + 1) * plan.piece)
+                    theirs[rows, columns] = x[rows, columns]
+                    turn.tell(to, (first_line + band) * parts + part)
+        here: set[int] = set()
+
+        def awaited(source: int, line: int) -> None:
+            if source != rank and line not in here:
+                for part in range(parts):
+                    turn.wait(line * parts + part, source)
+                here.add(line)
+
+        table = fused.gather_table(shards, n, plan, rank).tolist()
+        position = 0
+        for step in range(size):
+            source = (rank + step) % size
+            for _ in range(bands[source] * -(-n // block_n)):
+                row, rows, column, columns, _, _, line, _ = table[position]
+                position += 1
+                awaited(source, line)
+                first = row + (firsts[rank] if source == rank else 0)
+                out = _part(y, first, rows, column, columns)
+                _multiply(gathered[first : first + rows], w[:, column : column + columns], out, finish, column)
+            if arriving is not None:
+                for band in range(bands[source]):
+                    awaited(source, sum(bands[:source]) + band)
+                arriving.add([(firsts[source], shards[source])])
+        for source in range(size):  # also without columns: the call is over when all rows are here
             for band in range(bands[source]):
                 awaited(source, sum(bands[:source]) + band)
-            arriving.add([(firsts[source], shards[source])])
+
+    return call
 
 
 def _decode(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: Fabric
-) -> None:
+) -> Callable[[], None]:
     assert plan.tile is not None
     rank, size, n, m = fabric.group.rank, fabric.group.size, problem.n, problem.m
     block_n, parts = plan.tile[1], plan.split
     blocks = -(-n // block_n)
     plane, sources = m * n, size * parts
-    turn = _Turn(fabric, "decode", x.dtype, sources * plane, blocks * sources)
-    inner = -(-x.shape[1] // parts)
-    for block in range(blocks):
-        column, columns = block * block_n, min(block_n, n - block * block_n)
-        for part in range(parts):
-            along = slice(part * inner, (part + 1) * inner)
-            product = x[:, along] @ w[along, column : column + columns]
-            for step in range(size):
-                to = (rank + step) % size
-                turn.open(to)
-                slot = turn.slot(to, (rank * parts + part) * plane, m, n)
-                slot[:, column : column + columns] = product
-                turn.tell(to, block * sources + rank * parts + part)
-    for block in range(blocks):
-        column, columns = block * block_n, min(block_n, n - block * block_n)
-        found = []
-        for source in range(sources):
-            turn.wait(block * sources + source, source // parts)
-            found.append(turn.slot(rank, source * plane, m, n)[:, column : column + columns])
-        _sum(y[:, column : column + columns], found, finish, column)
+    stage = _room(fabric, "decode", x.dtype, sources * plane, blocks * sources)
+
+    def call() -> None:
+        turn = _Turn(fabric.group, stage)
+        inner = -(-x.shape[1] // parts)
+        for block in range(blocks):
+            column, columns = block * block_n, min(block_n, n - block * block_n)
+            for part in range(parts):
+                along = slice(part * inner, (part + 1) * inner)
+                product = x[:, along] @ w[along, column : column + columns]
+                for step in range(size):
+                    to = (rank + step) % size
+                    turn.open(to)
+                    slot = turn.slot(to, (rank * parts + part) * plane, m, n)
+                    slot[:, column : column + columns] = product
+                    turn.tell(to, block * sources + rank * parts + part)
+        for block in range(blocks):
+            column, columns = block * block_n, min(block_n, n - block * block_n)
+            found = []
+            for source in range(sources):
+                turn.wait(block * sources + source, source // parts)
+                found.append(turn.slot(rank, source * plane, m, n)[:, column : column + columns])
+            _sum(y[:, column : column + columns], found, finish, column)
+
+    return call
 
 
 def exchange(
@@ -258,7 +305,7 @@ def exchange(
     plan: Plan,
     finish: Finish,
     fabric: Fabric,
-) -> None:
+) -> Callable[[], None]:
     """matmul_all_to_all: `matrix[sender][receiver]` rows. The sender finishes them."""
     assert plan.tile is not None
     rank, size, n = fabric.group.rank, fabric.group.size, problem.n
@@ -267,21 +314,28 @@ def exchange(
     firsts = [[sum(row[to] for row in matrix[:sender]) for to in range(size)] for sender in range(size)]
     received = [sum(row[to] for row in matrix) for to in range(size)]
     longest = max(max(row) for row in lines)
-    turn = _Turn(fabric, "exchange", x.dtype, max(received) * n, longest * size)
-    mine = tuple(matrix[rank])
-    for row, rows, column, columns, shard_row, line, to, _ in fused.scatter_table(mine, n, plan, rank, False).tolist():
-        turn.open(to)
-        whole = y if to == rank else turn.slot(to, 0, received[to], n)
-        place = _part(whole, firsts[rank][to] + shard_row, rows, column, columns)
-        _multiply(x[row : row + rows], w[:, column : column + columns], place, finish, column)
-        turn.tell(to, (line - sum(lines[rank][:to])) * size + rank)
-    whole = turn.slot(rank, 0, received[rank], n)
-    for step in range(1, size):
-        sender = (rank - step) % size
-        for line in range(lines[sender][rank]):
-            turn.wait(line * size + sender, sender)
-        first = firsts[sender][rank]
-        y[first : first + matrix[sender][rank]] = whole[first : first + matrix[sender][rank]]
+    stage = _room(fabric, "exchange", x.dtype, max(received) * n, longest * size)
+
+    def call() -> None:
+        turn = _Turn(fabric.group, stage)
+        mine = tuple(matrix[rank])
+        for row, rows, column, columns, shard_row, line, to, _ in fused.scatter_table(
+            mine, n, plan, rank, False
+        ).tolist():
+            turn.open(to)
+            whole = y if to == rank else turn.slot(to, 0, received[to], n)
+            place = _part(whole, firsts[rank][to] + shard_row, rows, column, columns)
+            _multiply(x[row : row + rows], w[:, column : column + columns], place, finish, column)
+            turn.tell(to, (line - sum(lines[rank][:to])) * size + rank)
+        whole = turn.slot(rank, 0, received[rank], n)
+        for step in range(1, size):
+            sender = (rank - step) % size
+            for line in range(lines[sender][rank]):
+                turn.wait(line * size + sender, sender)
+            first = firsts[sender][rank]
+            y[first : first + matrix[sender][rank]] = whole[first : first + matrix[sender][rank]]
+
+    return call
 
 
 def arrive(
@@ -294,7 +348,7 @@ def arrive(
     finish: Finish,
     fabric: Fabric,
     arriving: Arriving | None,
-) -> None:
+) -> Callable[[], None]:
     """all_to_all_matmul: `matrix[sender][receiver]` rows go to `received`, and are multiplied band by band."""
     assert plan.tile is not None
     block_m = plan.tile[0]
@@ -302,33 +356,38 @@ def arrive(
     firsts = [[sum(row[to] for row in matrix[:sender]) for to in range(size)] for sender in range(size)]
     totals = [sum(row[to] for row in matrix) for to in range(size)]
     longest = max(-(-rows // block_m) for row in matrix for rows in row)
-    turn = _Turn(fabric, "arrive", x.dtype, max(totals) * k, longest * size)
-    leaving = torch.split(x, list(matrix[rank]))
-    for step in range(1, size):
-        to = (rank - step) % size
-        turn.open(to)
-        first = firsts[rank][to]
-        theirs = turn.slot(to, 0, totals[to], k)[first : first + matrix[rank][to]]
-        for band in range(-(-matrix[rank][to] // block_m)):
-            rows = slice(band * block_m, (band + 1) * block_m)
-            theirs[rows] = leaving[to][rows]
-            turn.tell(to, band * size + rank)
-    if arriving is not None:
-        arriving.begin(received)
-    here = turn.slot(rank, 0, totals[rank], k)
-    for step in range(size):
-        sender = (rank + step) % size
-        first, count = firsts[sender][rank], matrix[sender][rank]
-        for band in range(-(-count // block_m)):
-            rows = slice(first + band * block_m, min(first + (band + 1) * block_m, first + count))
-            if sender == rank:
-                received[rows] = leaving[rank][band * block_m : (band + 1) * block_m]
-            else:
-                turn.wait(band * size + sender, sender)
-                received[rows] = here[rows]
-            _multiply(received[rows], w, y[rows], finish)
+    stage = _room(fabric, "arrive", x.dtype, max(totals) * k, longest * size)
+
+    def call() -> None:
+        turn = _Turn(fabric.group, stage)
+        leaving = torch.split(x, list(matrix[rank]))
+        for step in range(1, size):
+            to = (rank - step) % size
+            turn.open(to)
+            first = firsts[rank][to]
+            theirs = turn.slot(to, 0, totals[to], k)[first : first + matrix[rank][to]]
+            for band in range(-(-matrix[rank][to] // block_m)):
+                rows = slice(band * block_m, (band + 1) * block_m)
+                theirs[rows] = leaving[to][rows]
+                turn.tell(to, band * size + rank)
         if arriving is not None:
-            arriving.add([(first, count)])
+            arriving.begin(received)
+        here = turn.slot(rank, 0, totals[rank], k)
+        for step in range(size):
+            sender = (rank + step) % size
+            first, count = firsts[sender][rank], matrix[sender][rank]
+            for band in range(-(-count // block_m)):
+                rows = slice(first + band * block_m, min(first + (band + 1) * block_m, first + count))
+                if sender == rank:
+                    received[rows] = leaving[rank][band * block_m : (band + 1) * block_m]
+                else:
+                    turn.wait(band * size + sender, sender)
+                    received[rows] = here[rows]
+                _multiply(received[rows], w, y[rows], finish)
+            if arriving is not None:
+                arriving.add([(first, count)])
+
+    return call
 
 
 def _part(matrix: torch.Tensor, row: int, rows: int, column: int, columns: int) -> torch.Tensor:

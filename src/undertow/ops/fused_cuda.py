@@ -1,9 +1,6 @@
-"""Fused matmuls on a GPU: one persistent launch a call, symmetric memory kept with the group.
+"""Fused matmuls on a GPU: one persistent launch a call, symmetric memory kept with the group (`fused_stage.py`).
 
-What ranks share (slots for tiles, gathered rows, packets, and the words that say what has arrived) is a *stage*: made
-once, collectively, for calls up to a size, used by all of them in turn, and remade larger when one does not fit. A
-stage that was outgrown stays: a captured call may still use it. Calls of one stage come one after the other in the
-order of streams, on all ranks in the same order.
+A call is prepared (memory, tables, the kernel itself) before anything of it moves: what fails there ends no group.
 
 All CTAs of all ranks wait for each other, so all of them must run at once: the grid is this rank's multiprocessors,
 always the same, and at most so many CTAs of it work. Nothing that differs from replay to replay is an argument.
@@ -12,50 +9,31 @@ always the same, and at most so many CTAs of it work. Nothing that differs from 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import InvalidArgument
 from ..fabric import timeline
-from ..fabric.cuda import CudaFabric, CudaStream
+from ..fabric.cuda import CudaFabric
+from ..fabric.share import bound
 from ..plan import fused
 from .cuda_product import Factor, as_factor, device_table, rows_contiguous
 from .finish import ACTIVATIONS, Finish
+from .fused_stage import Stage, load, stage_of
 
 if TYPE_CHECKING:
-    from ..fabric.base import Fabric, SymmetricBuffer
+    from ..fabric.base import Fabric
     from ..plan.plan import Plan
     from ..plan.problem import Problem
     from .beside import Arriving
 
-_STAGES, _LOADED = object(), object()  # names of what is kept with a fabric
+Launch = Callable[[torch.Tensor, int], None]
 _BLOCK_K = 64
 _ALIGNED = 8  # elements of 2 bytes: TMA wants rows of whole 16 bytes
-_ROUND = 1 << 20  # elements: stages grow in such steps
 
 
-@dataclass
-class _Stage:
-    """Memory of one kind of call: `data` holds two halves of `half` elements, for calls in turn; `words` what arrived.
-
-    `epochs`: the number of calls, counted by every CTA; `taken`: tiles that were handed out, of either turn.
-    """
-
-    data: SymmetricBuffer
-    half: int
-    words: SymmetricBuffer
-    lines: int
-    epochs: torch.Tensor
-    idle_epochs: torch.Tensor
-    taken: torch.Tensor
-    bases: torch.Tensor
-    word_bases: torch.Tensor
-    described: dict[tuple[object, ...], Any] = field(default_factory=dict)
-
-
-def run(
+def prepare(
     x: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
@@ -64,28 +42,35 @@ def run(
     finish: Finish,
     fabric: Fabric,
     arriving: Arriving | None = None,
-) -> None:
-    """The whole call of any operator by one kernel, then a norm that may follow."""
+) -> Callable[[], None]:
+    """The whole call of any operator by one kernel, then a norm that may follow: what enqueues it, once."""
     assert isinstance(fabric, CudaFabric)
-    call = {fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: _decode}[fused.form(problem, plan)]
-    with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
-        call(x, w, y, problem, plan, finish, fabric)
-    if arriving is not None:
-        arriving.begin(_gathered(x, problem, fabric))
-        arriving.add([(0, problem.m)])
-    if finish.after is not None:
-        finish.apply(y)
+    make = {fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: _decode}[fused.form(problem, plan)]
+    stage, launch = make(x, w, y, problem, plan, finish, fabric)
+    stage.follow(fabric.device)
+
+    def call() -> None:
+        with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
+            launch(stage.epochs, _active(plan, fabric))
+        if arriving is not None:
+            arriving.begin(_gathered(x, problem, stage, fabric.group.rank))
+        stage.enqueued(fabric.device)
+        if arriving is not None:
+            arriving.add([(0, problem.m)])
+        if finish.after is not None:
+            finish.apply(y)
+
+    return call
 
 
-def _gathered(x: torch.Tensor, problem: Problem, fabric: CudaFabric) -> torch.Tensor:
+def _gathered(x: torch.Tensor, problem: Problem, stage: Stage, rank: int) -> torch.Tensor:
     """A copy of the rows that the last gather left in its stage, own ones among them.
 
     Which half they are in only the device knows, as a replayed call counts there.
     """
-    stage = _stage(fabric, ("gather", x.dtype, problem.k), 0, 0, x.dtype)
     halves = stage.data.local.view(2, stage.half)[:, : problem.m * problem.k]
     whole = halves.index_select(0, stage.epochs[:1] & 1).view(problem.m, problem.k)
-    first = sum(problem.shards[: fabric.group.rank])
+    first = sum(problem.shards[:rank])
     whole[first : first + x.shape[0]] = x
     return whole
 
@@ -95,7 +80,7 @@ def _gathered(x: torch.Tensor, problem: Problem, fabric: CudaFabric) -> torch.Te
 
 def _scatter(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
-) -> None:
+) -> tuple[Stage, Launch]:
     from ..kernels.fused_scatter import fused_scatter_kernel
 
     assert plan.tile is not None
@@ -106,17 +91,17 @@ def _scatter(
     padded = fused.padded_rows(shards, plan)
     plane = padded * n
     lines = sum(-(-rows // block_m) for rows in shards) * -(-n // block_n)
-    stage = _stage(fabric, ("scatter", x.dtype), (size + 1) * plane, 2 * lines, x.dtype)
+    stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
     key = ("fused scatter", shards, n, plan.digest, rank, broadcast)
     table = device_table(fabric, key, lambda: fused.scatter_table(shards, n, plan, rank, broadcast))
     own = -(-shards[rank] // block_m) * -(-n // block_n)
-    slots = _described(stage, ("slots", plane, n, block_m, block_n), lambda: [
+    slots = stage.describe(("slots", plane, n, block_m, block_n), lambda: [
         _descriptor(stage.data.peer(one)[rank * plane :].as_strided((2, padded, n), (stage.half, n, 1)),
                     [1, block_m, block_n // 2])
         for one in range(size)
     ])  # fmt: skip
     slots = [*slots, *slots[:1] * (fused.MOST_RANKS - size)]
-    sums = _described(stage, ("sums", plane), lambda: (
+    sums = stage.describe(("sums", plane), lambda: (
         stage.data.local[size * plane :], stage.bases + size * plane * x.element_size()
     ))  # fmt: skip
     a, b = _factors(x, w)
@@ -133,7 +118,8 @@ def _scatter(
         )  # fmt: skip
 
     common = "scatter", plan.tile, x.dtype, broadcast, *finishing.values()
-    _launch(fabric, stage, common, (b.transposed, n % 16, y.data_ptr() % 16), launch, _active(plan, fabric))
+    load(fabric, stage, common, (b.transposed, n % 16, y.data_ptr() % 16), launch)
+    return stage, launch
 
 
 # -- all_gather_matmul -------------------------------------------------------------------------------------------------
@@ -141,20 +127,23 @@ def _scatter(
 
 def _gather(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
-) -> None:
+) -> tuple[Stage, Launch]:
     from ..kernels.fused_gather import fused_gather_kernel
 
     assert plan.tile is not None
     block_m, block_n = plan.tile
+    if problem.n == 0:  # others need its rows, and wait for it to take theirs: it multiplies a few zeros
+        problem, finish = replace(problem, n=_ALIGNED), Finish(None, "none")
+        w, y = w.new_zeros(problem.k, _ALIGNED), y.new_empty(problem.m, _ALIGNED)
     rank, size, n, k = fabric.group.rank, fabric.group.size, problem.n, problem.k
     lines = sum(-(-rows // block_m) for rows in problem.shards)
     # One for each K, so that rows of all calls have the same places in both halves.
-    stage = _stage(fabric, ("gather", x.dtype, k), problem.m * k, lines, x.dtype, unit=k)
+    stage = stage_of(fabric, ("gather", x.dtype, k), fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
     key = ("fused gather", problem.shards, n, plan.digest, rank)
     table = device_table(fabric, key, lambda: fused.gather_table(problem.shards, n, plan, rank))
     own = -(-problem.shards[rank] // block_m) * -(-n // block_n)
     capacity = stage.half // k
-    gathered = _described(stage, ("gathered", block_m), lambda: _descriptor(
+    gathered = stage.describe(("gathered", block_m), lambda: _descriptor(
         stage.data.local[: 2 * stage.half].view(2 * capacity, k), [block_m, _BLOCK_K]
     ))  # fmt: skip
     a, b = _factors(x, w)
@@ -162,8 +151,7 @@ def _gather(
     aligned = n % _ALIGNED == 0 and y.data_ptr() % 16 == 0
     bulk = aligned and all(rows % block_m == 0 for rows in problem.shards[:-1])
     parts = 2 if bulk else 4
-    active = _active(plan, fabric)
-    loaders = min(active, plan.share.communication_ctas or 1)
+    loaders = plan.share.communication_ctas or 1
 
     def launch(epochs: torch.Tensor, active: int) -> None:
         kernel: Any = fused_gather_kernel
@@ -172,13 +160,16 @@ def _gather(
             _descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, a.tensor, y, bias, table,
             stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), own, active,
             min(active, loaders), x.shape[0], k, a.tensor.stride(0), sum(problem.shards[:rank]),
-            fused.first_line(problem.shards, plan, rank), capacity, fused.parts(plan, k), rank, *_watch(fabric),
+            fused.first_line(problem.shards, plan, rank), capacity, stage.lines // 2, fused.parts(plan, k), rank,
+            *_watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, TRANSPOSED=b.transposed, PARTS=parts, BULK=bulk,
             EVEN=aligned, WIDTH=plan.piece, RANKS=size, **finishing, num_warps=8, num_stages=4,
         )  # fmt: skip
 
-    common = "gather", plan.tile, plan.piece, x.dtype, *finishing.values()
-    _launch(fabric, stage, common, (b.transposed, bulk, aligned, y.data_ptr() % 16), launch, active)
+    # Columns, bias and activation are each rank's own.
+    variant = (b.transposed, bulk, aligned, y.data_ptr() % 16, *finishing.values())
+    load(fabric, stage, ("gather", plan.tile, plan.piece, x.dtype), variant, launch)
+    return stage, launch
 
 
 # -- matmul_all_reduce of few rows -------------------------------------------------------------------------------------
@@ -186,14 +177,14 @@ def _gather(
 
 def _decode(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
-) -> None:
+) -> tuple[Stage, Launch]:
     from ..kernels.fused_decode import fused_decode_kernel
 
     assert plan.tile is not None
     block_m, block_n = plan.tile
     size, n, m = fabric.group.size, problem.n, problem.m
     sources = size * plan.split
-    stage = _stage(fabric, ("decode",), sources * m * (n // 2), 1, torch.int64)
+    stage = stage_of(fabric, ("decode",), fused.stage_elements(problem, plan), 1, torch.int64)
     a, b = _factors(x, w)
     bias, finishing = _finishing(finish, y)
     rows_at_once = max(1, 256 // (block_n // 2))
@@ -213,15 +204,17 @@ def _decode(
 
     common = "decode", plan.tile, plan.split, at_once, x.dtype, *finishing.values()
     variant = (b.transposed, n % 16, a.tensor.shape[1] % 16, y.data_ptr() % 16)
-    _launch(fabric, stage, common, variant, launch, _active(plan, fabric))
+    load(fabric, stage, common, variant, launch)
+    return stage, launch
 
 
 # -- shared ------------------------------------------------------------------------------------------------------------
 
 
 def _active(plan: Plan, fabric: CudaFabric) -> int:
-    """CTAs that work. More than the grid could not run at once."""
-    return min(plan.share.multiprocessors or fabric.multiprocessors, fabric.multiprocessors)
+    """CTAs that work. More than the grid could not run at once, and who shares the card asked for a bound."""
+    asked = (plan.share.multiprocessors, bound(), fabric.multiprocessors)
+    return min(one for one in asked if one is not None)
 
 
 def _watch(fabric: CudaFabric) -> tuple[object, ...]:
@@ -262,76 +255,3 @@ def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
 
 def _block_b(b: Factor, block_n: int) -> list[int]:
     return [block_n, _BLOCK_K] if b.transposed else [_BLOCK_K, block_n]
-
-
-def _described(stage: _Stage, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
-    """What is made of a stage once for each kind of call: descriptors, views."""
-    found = stage.described.get(key)
-    if found is None:
-        found = stage.described[key] = make()
-    return found
-
-
-def _stage(
-    fabric: CudaFabric, kind: tuple[object, ...], elements: int, lines: int, dtype: torch.dtype, unit: int = 8
-) -> _Stage:
-    """The stage for calls of `kind`, of at least `elements` in each half and `lines` of words. Collective at first.
-
-    A half is a multiple of `unit` elements.
-    """
-    stages: dict[tuple[object, ...], list[_Stage]] = fabric.kept.setdefault(id(_STAGES), {})  # type: ignore[assignment]
-    made = stages.setdefault(kind, [])
-    if made and made[-1].half >= elements and made[-1].lines >= lines:
-        return made[-1]
-    if torch.cuda.is_current_stream_capturing():
-        was = "the first one of this size, inside a CUDA graph capture"
-        raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it allocates memory")
-    least = max(elements, made[-1].half if made else 0)
-    half = -(-max(least, min(_ROUND, 2 * least)) // (8 * unit)) * 8 * unit
-    held = max(lines, made[-1].lines if made else 64)
-    group, device = fabric.group, fabric.device
-    data = fabric.buffer(2 * half, dtype)
-    words = fabric.buffer((held + fabric.multiprocessors) * fused.LINE, torch.int32)
-    bases, word_bases = (
-        torch.tensor([one.address(rank) for rank in range(group.size)], device=device) for one in (data, words)
-    )
-
-    def counters(count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=device)
-
-    ctas = fabric.multiprocessors
-    stage = _Stage(data, half, words, held, counters(ctas), counters(ctas), counters(2 * fused.LINE), bases, word_bases)
-    torch.cuda.synchronize(device)
-    group.barrier()
-    made.append(stage)
-    return stage
-
-
-def _launch(
-    fabric: CudaFabric,
-    stage: _Stage,
-    common: tuple[object, ...],
-    variant: tuple[object, ...],
-    launch: Callable[[torch.Tensor, int], None],
-    active: int,
-) -> None:
-    """Enqueue a call. The first of its kind is compiled and loaded before: loading behind a wait might wait for it.
-
-    `common` is what all ranks know of the kind: they wait for each other then, so that none spins while another
-    compiles. `variant` is this rank's own: how its tensors lie. A launch without active CTAs waits for nobody.
-    """
-    loaded: set[tuple[object, ...]] = fabric.kept.setdefault(id(_LOADED), set())  # type: ignore[assignment]
-    kind = (*common, variant)
-    if kind not in loaded or common not in loaded:
-        if torch.cuda.is_current_stream_capturing():
-            was = "the first one of this kind, inside a CUDA graph capture"
-            raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it compiles")
-        uploads = fabric.stream("upload")
-        assert isinstance(uploads, CudaStream)
-        with torch.cuda.stream(uploads.stream):
-            launch(stage.idle_epochs, 0)
-        uploads.stream.synchronize()
-        if common not in loaded:
-            fabric.group.barrier()
-        loaded |= {common, kind}
-    launch(stage.epochs, active)

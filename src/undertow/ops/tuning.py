@@ -27,11 +27,13 @@ from .. import __version__
 from ..errors import AllocationFailed, InvalidArgument, MismatchedCall, StrategyUnavailable
 from ..plan import cache, tuner
 from ..plan.defaults import default_plan
+from ..plan.fused import stage_bytes
+from ..plan.plan import EMBEDDING
 from ..plan.predict import matmul_seconds, predict
 from ..plan.search import ranked
 from ..plan.tuner import BUDGET_SECONDS, Decision, Trial
 from .explain import Candidate, Choice
-from .fused import unavailable
+from .fused import unwanted
 from .machine import available, identity, machine_of, seconds_of
 
 if TYPE_CHECKING:
@@ -159,11 +161,12 @@ def _decide(request: Request, session: _Session | None) -> Choice:
     group = request.group
     problem = _shared(request.problem, group)
     machine_name, versions = identity(group), _versions(group)
+    no_fused = next((one for one in group.exchange(unwanted(group), "whether fused plans are wanted") if one), "")
     if session is None:
-        entry = _on_disk(problem, machine_name, versions, group)
+        entry = _on_disk(problem, machine_name, versions, group, no_fused)
         if entry is not None:
             return _from_entry(entry)
-    choice = _measured(request, problem, session.budget_seconds if session is not None else BUDGET_SECONDS)
+    choice = _measured(request, problem, no_fused, session.budget_seconds if session is not None else BUDGET_SECONDS)
     if group.rank == group.local_ranks[0] and choice.decision is not None:  # one writer on each node is enough
         trials = choice.decision.trials
         cache.store(problem, machine_name, versions, choice.plan, choice.reason, trials, choice.gemm_seconds)
@@ -208,10 +211,12 @@ def _versions(group: Group) -> dict[str, str]:
 # -- from disk ---------------------------------------------------------------------------------------------------------
 
 
-def _on_disk(problem: Problem, machine: str, versions: dict[str, str], group: Group) -> cache.Entry | None:
+def _on_disk(
+    problem: Problem, machine: str, versions: dict[str, str], group: Group, no_fused: str
+) -> cache.Entry | None:
     """What is on disk, if all ranks hold the same plan and it can run."""
     entry = cache.load(problem, machine, versions)
-    if entry is not None and entry.plan.lane not in available(group):
+    if entry is not None and (entry.plan.lane not in available(group) or (no_fused and _is_fused(problem, entry.plan))):
         entry = None
     digests = group.exchange("" if entry is None else entry.plan.digest, "a plan on disk")
     return entry if entry is not None and set(digests) == {entry.plan.digest} else None
@@ -230,14 +235,18 @@ def _from_entry(entry: cache.Entry) -> Choice:
 # -- by measuring ------------------------------------------------------------------------------------------------------
 
 
-def _measured(request: Request, problem: Problem, budget_seconds: float) -> Choice:
+def _is_fused(problem: Problem, plan: Plan) -> bool:
+    """Whether it is a matmul that waits for the other ranks' matmuls."""
+    return plan.grain == "fused" and problem.operator != EMBEDDING
+
+
+def _measured(request: Request, problem: Problem, no_fused: str, budget_seconds: float) -> Choice:
     group = request.group
     machine = machine_of(group)
     plans = [_serial(problem, group)]  # the first rank's list counts, so only that one searches
     if group.rank == 0:
-        no_fused = unavailable(group)
         found = ranked(problem, machine, available(group))
-        plans = _worth_measuring([one for one in found if not (no_fused and one[0].grain == "fused")])
+        plans = _worth_measuring([one for one in found if not (no_fused and _is_fused(problem, one[0]))])
     with _unchanged(request):
         return _tried(request, problem, machine, plans, budget_seconds)
 
@@ -302,18 +311,21 @@ class _Timer:
 
     def warm(self, plan: Plan) -> None:
         """Once untimed: lanes are opened, kernels compiled, workspaces allocated. One rank that cannot stops all."""
-        said = self._group.exchange(self._without_room(), "whether there is room for a plan")
+        said = self._group.exchange(self._without_room(plan), "whether there is room for a plan")
         if not any(said):
             said = self._group.exchange(self._attempt(plan), "whether a plan can run")
         reason = next((f"rank {rank}: {one}" for rank, one in enumerate(said) if one), "")
         if reason:
             self._refused[plan] = reason
 
-    def _without_room(self) -> str:
+    def _without_room(self, plan: Plan) -> str:
         """Why this rank has no memory for a plan's buffers; empty if it has. Tried apart: nobody waits for it yet."""
         problem = self._request.problem
+        wanted = _BUFFERS * problem.result_bytes
+        if _is_fused(problem, plan):
+            wanted = stage_bytes(problem, plan)
         try:
-            torch.empty(_BUFFERS * problem.result_bytes, dtype=torch.uint8, device=self._group.device)
+            torch.empty(wanted, dtype=torch.uint8, device=self._group.device)
         except (*_NO_MEMORY, RuntimeError) as error:  # torch's CPU allocator has no class of its own for it
             return str(error).splitlines()[0]
         return ""

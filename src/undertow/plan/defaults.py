@@ -4,7 +4,7 @@ serial     the whole product first; what moves is cut only to keep a link busy i
 chunked    CHUNKS equal parts of the rows
 signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
            (moved by a collective program: always of whole bands)
-fused      embedding_all_to_all only
+fused      all SMs but one compute, and move what they compute; few rows go to all ranks at once (`fused.py`)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ _RESERVED = {"net": 4, "peer": 4, "dma": 1}
 """SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
 _BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find room on an SM
 _PROGRAM_CTAS = 8
+_SPARE = 1  # SM that a fused call leaves to kernels of others
 
 
 def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
@@ -60,9 +61,12 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         if problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
             tile = next(one for one in fused.DECODE_TILES if one[0] >= problem.m)
             split = 1
-    # A line has room for so many pieces; they are powers of two.
-    piece = max(1024, 1 << max(0, -(-problem.k // fused.LINE) - 1).bit_length())
-    share = Share(communication_ctas=_loaders(problem)) if problem.device == "cuda" else Share()
+    piece, share = 1024, Share()
+    if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
+        # A line has room for so many pieces; they are powers of two.
+        piece = max(piece, 1 << max(0, -(-problem.k // fused.LINE) - 1).bit_length())
+    if problem.device == "cuda":  # an SM stays free: all ranks wait for each other, and other kernels must not
+        share = Share(max(1, problem.multiprocessors - _SPARE), _loaders(problem))
     return Plan(
         "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=problem.operator != "all_gather_matmul",
         piece=piece, split=split,

@@ -28,6 +28,7 @@ SCATTER, GATHER, DECODE = "scatter", "gather", "decode"
 MOST_RANKS = 8  # of the GPU kernels: a descriptor for each
 MOST_DECODE_ROWS = 64
 MOST_PACKETS = 32  # polled together
+WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))
 DECODE_TILES = ((16, 256), (32, 256), (64, 256), (16, 128), (32, 128), (64, 128))
@@ -49,14 +50,18 @@ def why_not(problem: Problem, lane: str) -> str:
         return "whoever computes a tile stores it into another rank's memory, which is lane peer"
     if problem.device == "cpu":
         return ""
+    gathers = problem.operator == "all_gather_matmul"  # where K is the same on all ranks and N is not
+    most = LINE * WIDEST_PIECE
     reasons = (
         (problem.operator == "matmul_all_to_all", "tokens that change ranks have no fused kernel yet"),
         (problem.item_size != 2, f"the fused kernels multiply float16 and bfloat16, not {problem.dtype}"),
-        (problem.operator != "all_gather_matmul" and problem.n % 8 != 0, f"N is {problem.n}, not a multiple of 8"),
-        (problem.operator == "all_gather_matmul" and problem.k % 8 != 0, f"K is {problem.k}, not a multiple of 8"),
+        (not gathers and problem.n % 8 != 0, f"N is {problem.n}, not a multiple of 8"),
+        (gathers and problem.k % 8 != 0, f"K is {problem.k}, not a multiple of 8"),
+        (gathers and problem.k > most, f"K is {problem.k}, and the fused gather knows at most {most}"),
+        (gathers and problem.k == 0, "there is nothing to multiply"),
         (problem.ranks > MOST_RANKS, f"the fused kernels know {MOST_RANKS} ranks, not {problem.ranks}"),
         (problem.operator != "matmul_all_reduce" and min(problem.shards) == 0, "a rank has no rows"),
-        (problem.m == 0 or problem.n == 0, "there is nothing to multiply"),
+        (problem.m == 0 or (problem.n == 0 and not gathers), "there is nothing to multiply"),
     )
     return next((reason for bad, reason in reasons if bad), "")
 
@@ -76,6 +81,21 @@ def padded_rows(rows: tuple[int, ...], plan: Plan) -> int:
     """Rows of a slot: of the longest shard, in whole bands."""
     assert plan.tile is not None
     return -(-max(rows) // plan.tile[0]) * plan.tile[0]
+
+
+def stage_elements(problem: Problem, plan: Plan) -> int:
+    """What one turn of a call needs of every rank's memory: a slot for each rank and sums, rows, or packets."""
+    if problem.operator == "all_gather_matmul":
+        return problem.m * problem.k
+    if form(problem, plan) == DECODE:  # a packet holds two columns
+        return problem.ranks * plan.split * problem.m * (problem.n // 2)
+    return (problem.ranks + 1) * padded_rows(owned(problem, plan), plan) * problem.n
+
+
+def stage_bytes(problem: Problem, plan: Plan) -> int:
+    """Symmetric memory of both turns on a GPU, without words."""
+    packet = 8 if form(problem, plan) == DECODE else problem.item_size
+    return 2 * packet * stage_elements(problem, plan)
 
 
 @lru_cache(256)

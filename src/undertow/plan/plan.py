@@ -60,7 +60,8 @@ class Plan:
 
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
     `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
-    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange.
+    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. A rank's own
+    tiles come last, or (all_gather) first, and `own_last` says so; `order` and `layout` are "natural".
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
     fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
@@ -219,7 +220,8 @@ class Plan:
         tile_fits = problem.device == "cpu" or self.tile in tiles
         if form == fused.DECODE and self.tile is not None:
             tile_fits = tile_fits and self.tile[0] >= problem.m
-        pieces = -(-problem.k // self.piece)
+        gathers = problem.operator == "all_gather_matmul"  # elsewhere nothing comes in pieces, and K is a rank's own
+        pieces = fused.parts(self, problem.k) if gathers else 0
         limits: tuple[tuple[str, object, str, bool], ...] = (
             ("parcels", list(self.parcels), "one: each tile moves by itself", len(self.parcels) == 1),
             ("tile", self.tile, f"one of {list(tiles)} that holds all rows where K is split", tile_fits),
@@ -228,10 +230,20 @@ class Plan:
             (
                 "piece",
                 self.piece,
-                "a power of two from 256 to 16384 on a GPU",
+                f"a power of two from 256 to {fused.WIDEST_PIECE} on a GPU",
                 problem.device == "cpu" or self.piece in (256 << one for one in range(7)),
             ),
             ("piece", self.piece, f"such that K of {problem.k} has at most {fused.LINE}", pieces <= fused.LINE),
+            # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
+            ("order", self.order, "natural for a fused plan", self.order == "natural"),
+            ("layout", self.layout, "natural for a fused plan", self.layout == "natural"),
+            ("own_last", self.own_last, f"{not gathers} for a fused {problem.operator}", self.own_last != gathers),
+            (
+                "share.communication_priority",
+                self.share.communication_priority,
+                "-1 for a fused plan: it has one stream",
+                self.share.communication_priority == -1,
+            ),
         )
         for field, was, must, good in limits:
             if not good:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..plan import fused, predict
+from ..plan import predict
 from ..plan.machine import Machine
 from ..plan.plan import Plan
 from ..plan.problem import Problem
@@ -68,27 +68,44 @@ class _Call:
             self._compute("unpack", seconds, tuple(one for one in sent if one >= 0))
 
     def fused(self) -> None:
-        """Every wave's bytes move on their own; rows come shard by shard, the first ones without a wait."""
+        """Every wave's bytes move on their own, by the one kernel; rows come shard by shard, own ones without a wait.
+
+        What goes to all ranks at once, and what a CPU does, is moved when it is computed.
+        """
         problem, plan, machine = self.problem, self.plan, self.machine
         assert plan.tile is not None
-        shards = problem.shards if problem.operator == "all_gather_matmul" else fused.owned(problem, plan)
-        tiles = sum(-(-rows // plan.tile[0]) for rows in shards) * -(-problem.n // plan.tile[1])
+        gathers = problem.operator == "all_gather_matmul"
+        tiles = sum(-(-rows // plan.tile[0]) for rows in problem.shards) * -(-problem.n // plan.tile[1])
         waves = -(-tiles // self.workers)
         one = predict.tile_seconds(problem, machine, plan.tile, self.workers)
-        gathers = problem.operator == "all_gather_matmul"
-        width = problem.k if gathers else problem.n
-        nbytes = problem.m * width * problem.item_size
+        moves = self.moving(problem.m * (problem.k if gathers else problem.n) * problem.item_size)
+        at_once = bool(plan.split) or machine.device == "cpu"
         steps = max(1, problem.ranks - 1)
-        came = [-1] + [self._send(step, nbytes / steps, -1, signals=False) for step in range(steps)] if gathers else []
-        sent: list[int] = []
+        came = [-1] + [self._part(step, moves, steps, -1) for step in range(steps)] if gathers else []
+        sent, made = [], -1
         for wave in range(waves):
-            arrived = came[wave * len(came) // waves] if came else -1
+            arrived = came[-1 if at_once else wave * len(came) // waves] if came else -1
             launch = machine.launch_seconds if wave == 0 else 0.0
             made = self._compute(f"wave {wave}", one + launch, (arrived,) if arrived >= 0 else ())
+            if not gathers and not at_once:
+                sent.append(self._part(wave, moves, waves, made))
+        if at_once:
             if not gathers:
-                sent.append(self._send(wave, nbytes / waves, made))
+                self._part(0, moves, 1, made)
+            return
         rest = predict.fused_rest_seconds(problem, machine)
         self._compute("sums", rest, tuple(one for one in sent if one >= 0))
+
+    def _part(self, number: int, moves: tuple[float, float], parts: int, after: int) -> int:
+        """One of so many parts of what a fused call moves: no launch, no signal of its own; -1 where nothing moves."""
+        seconds, speed = moves
+        if not seconds:
+            return -1
+        task = Task(
+            f"part {number}", (0,), self.plan.lane, seconds / parts, (after,) if after >= 0 else (), 0.0,
+            self.plan.lane, speed, self.plan.share.communication_ctas or 0, f"lane {self.plan.lane}",
+        )  # fmt: skip
+        return self.tasks.add(task)
 
     def gather(self) -> None:
         """A collective, parcel by parcel, then the matmul of what has come."""

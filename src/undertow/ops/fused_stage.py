@@ -1,0 +1,196 @@
+"""What the fused kernels of a group share: symmetric memory for calls of one kind, and the order of those calls.
+
+A *stage* (slots for tiles, gathered rows, packets, and the words that say what has arrived) is made once, collectively,
+for calls up to a size, used by all of them in turn, and remade half as large again, or larger, when one does not fit.
+The old one is released, unless a captured call uses it.
+
+Calls of a stage come one after the other, on all ranks in the same order. A call on another stream than the one before
+waits for that one by an event. Inside a capture no event of another stream can be waited for, so all calls of a stage
+in one capture must be on one stream. When a graph is replayed is for its owner to order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import InvalidArgument, StrategyUnavailable
+from ..fabric import stream_memory
+from ..fabric.cuda import CudaFabric, CudaStream
+from ..plan import fused
+from .overlap import half_way
+
+if TYPE_CHECKING:
+    from ..fabric.base import SymmetricBuffer
+
+_STAGES, _LOADED = object(), object()  # names of what is kept with a fabric
+_ROUND = 1 << 20  # elements: a small stage is made twice as large as asked, up to this
+
+
+@dataclass
+class Stage:
+    """Memory of one kind of call: `data` holds two halves of `half` elements, for calls in turn; `words` what arrived.
+
+    `epochs`: the number of calls, counted by every CTA; `taken`: tiles that were handed out, of either turn. `stream`:
+    of the last call, after which `event` was recorded; `captured`: of the last captured one. None: there was none.
+    """
+
+    data: SymmetricBuffer
+    half: int
+    words: SymmetricBuffer
+    lines: int
+    epochs: torch.Tensor
+    idle_epochs: torch.Tensor
+    taken: torch.Tensor
+    bases: torch.Tensor
+    word_bases: torch.Tensor
+    event: int
+    stream: int | None = None
+    captured: int | None = None
+    described: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    def follow(self, device: torch.device) -> None:
+        """The current stream's next call on this stage comes after the last one, wherever that was."""
+        here = stream_memory.current_stream(device)
+        if stream_memory.is_capturing():
+            if self.captured not in (None, here) and _captures(self.captured, device):
+                was, must = "on a second stream of one CUDA graph capture", "on the stream of the fused call before it"
+                raise InvalidArgument(argument="call", was=was, must=must)
+            self.captured = here
+        elif self.stream not in (None, here):
+            stream_memory.wait_event(here, self.event)
+
+    def enqueued(self, device: torch.device) -> None:
+        """A call was enqueued, with all that reads the stage after it."""
+        if not stream_memory.is_capturing():
+            self.stream = stream_memory.current_stream(device)
+            stream_memory.record(self.stream, self.event)
+
+    def describe(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        """What is made of a stage once for each kind of call: descriptors, views."""
+        found = self.described.get(key)
+        if found is None:
+            found = self.described[key] = make()
+        return found
+
+
+def _captures(stream: int | None, device: torch.device) -> bool:
+    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):  # type: ignore[no-untyped-call]
+        return stream_memory.is_capturing()
+
+
+def stage_of(
+    fabric: CudaFabric, kind: tuple[object, ...], elements: int, lines: int, dtype: torch.dtype, unit: int = 8
+) -> Stage:
+    """The stage for calls of `kind`, of at least `elements` in each half and `lines` of words. Collective at first.
+
+    A half is a multiple of `unit` elements. What cannot be allocated on one rank is refused on all, and ends nothing.
+    """
+    stages: dict[tuple[object, ...], Stage] = fabric.kept.setdefault(id(_STAGES), {})  # type: ignore[assignment]
+    outgrown: list[Stage] = fabric.kept.setdefault(id(Stage), [])  # type: ignore[assignment]
+    old = stages.get(kind)
+    if old is not None and old.half >= elements and old.lines >= lines:
+        return old
+    if stream_memory.is_capturing():
+        was = "the first one of this size, inside a CUDA graph capture"
+        raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it allocates memory")
+    half, held = grown(elements, lines, old, unit)
+    group, device = fabric.group, fabric.device
+    if old is not None:
+        torch.cuda.synchronize(device)
+        group.barrier()  # nobody uses the old one any more, but for graphs
+        del stages[kind]
+        if old.captured is None:
+            old.data.release()
+            old.words.release()
+        else:
+            outgrown.append(old)
+    data = fabric.buffer(2 * half, dtype)
+    try:
+        words = fabric.buffer((held + fabric.multiprocessors) * fused.LINE, torch.int32)
+    except BaseException:
+        data.release()
+        raise
+    bases, word_bases = (
+        torch.tensor([one.address(rank) for rank in range(group.size)], device=device) for one in (data, words)
+    )
+
+    def counters(count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+    ctas = fabric.multiprocessors
+    stage = Stage(
+        data, half, words, held, counters(ctas), counters(ctas), counters(2 * fused.LINE), bases, word_bases,
+        stream_memory.new_event(device) if old is None else old.event,
+    )  # fmt: skip
+    torch.cuda.synchronize(device)
+    group.barrier()
+    stages[kind] = stage
+    return stage
+
+
+def grown(elements: int, lines: int, old: Stage | None, unit: int) -> tuple[int, int]:
+    """Elements of a half and lines of a stage that must hold so many: half as many again as the old one at least."""
+    if old is None:
+        least, held = max(elements, min(_ROUND, 2 * elements)), max(64, lines)
+    else:
+        least, held = max(elements, old.half * 3 // 2), max(lines, old.lines * 3 // 2)
+    return -(-max(1, least) // (8 * unit)) * 8 * unit, held + held % 2
+
+
+def load(
+    fabric: CudaFabric,
+    stage: Stage,
+    common: tuple[object, ...],
+    variant: tuple[object, ...],
+    launch: Callable[[torch.Tensor, int], None],
+) -> None:
+    """Have the kernel compiled and loaded before its first call: loading behind a wait might wait for it.
+
+    `common` is what all ranks know of the kind: they wait for each other then, so that none spins while another
+    compiles, and one that cannot stops all. `variant` is this rank's own: how its tensors lie, its bias. A launch
+    without active CTAs waits for nobody.
+    """
+    loaded: set[tuple[object, ...]] = fabric.kept.setdefault(id(_LOADED), set())  # type: ignore[assignment]
+    kind = (*common, variant)
+    if kind in loaded and common in loaded:
+        return
+    if stream_memory.is_capturing():
+        was = "the first one of this kind, inside a CUDA graph capture"
+        raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it compiles")
+    uploads = fabric.stream("upload")
+    assert isinstance(uploads, CudaStream)
+
+    def attempt() -> None:
+        with torch.cuda.stream(uploads.stream):
+            launch(stage.idle_epochs, 0)
+        uploads.stream.synchronize()
+
+    if common in loaded:  # the others are in the call already
+        with half_way(fabric.group):
+            attempt()
+    else:
+        agree(fabric.group.exchange(_why_not(attempt), "whether a fused kernel could be loaded"))
+    loaded |= {common, kind}
+
+
+def _why_not(attempt: Callable[[], None]) -> str:
+    try:
+        attempt()
+    except Exception as error:  # whatever a compiler raises: the others must hear of it
+        return f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+    return ""
+
+
+def agree(said: list[str]) -> None:
+    """Refuse the call on all ranks if one of them could not load its kernel."""
+    for rank, reason in enumerate(said):
+        if reason:
+            raise StrategyUnavailable(
+                strategy="fused",
+                reason=f"rank {rank} could not load the kernel ({reason})",
+                possible="signaled, serial",
+            )
