@@ -27,6 +27,7 @@ from .. import __version__
 from ..errors import AllocationFailed, InvalidArgument, MismatchedCall, StrategyUnavailable
 from ..plan import cache, tuner
 from ..plan.defaults import default_plan
+from ..plan.plan import EMBEDDING
 from ..plan.predict import matmul_seconds, predict
 from ..plan.search import ranked
 from ..plan.tuner import BUDGET_SECONDS, Decision, Trial
@@ -93,7 +94,9 @@ def _key(problem: Problem) -> Key:
     if problem.operator == "matmul_all_to_all":
         rows = (max(0, problem.m - 1).bit_length(), problem.m == 0)
     n, k = problem.n, problem.k
-    if problem.operator == "all_gather_matmul":
+    if problem.operator == EMBEDDING:
+        k = 0  # how long bags are on this rank, in this call: no rank can tell it of the others
+    elif problem.operator == "all_gather_matmul":
         n = _octave(n)
     else:
         k = _octave(k)
