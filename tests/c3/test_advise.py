@@ -103,6 +103,26 @@ def test_what_cannot_run_here_names_what_can() -> None:
         strategy("base", alone, lane="dma")
     with pytest.raises(InvalidArgument, match="share is 'quick'"):
         strategy("quick", alone)
+    small = Place("cuda", 4, {"peer": ""}, divides=True)
+    assert "partition" not in small.possible
+    with pytest.raises(StrategyUnavailable, match="divides a card by 8 SMs, and this one has 4"):
+        strategy("partition", small)
+    with pytest.raises(InvalidArgument, match="ctas is 132, but must be between 1 and 131"):
+        strategy("partition", CARD, ctas=132)
+
+
+def test_a_side_of_no_seconds_is_refused() -> None:
+    for sides in ((1.0, 0.0), (0.0, 1.0)):
+        with pytest.raises(InvalidArgument, match="seconds is 0.0, but must be above 0"):
+            advise(*sides, place=CARD)
+
+
+def test_what_was_known_stays_where_nothing_new_is_learnt() -> None:
+    before = Knowledge(Interference(8, (("dma:dma", Effect(0.1)), ("peer:base", Effect(0.2)))), ((2, 1.5),), "assumed")
+    now = known.merged(Knowledge(Interference(8, (("peer:base", Effect(0.4)),)), (), "learnt"), before)
+    assert dict(now.model.effects) == {"dma:dma": Effect(0.1), "peer:base": Effect(0.4)}
+    assert now.narrow == ((2, 1.5),)
+    assert now.source == "learnt, 1 effects assumed"
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------
