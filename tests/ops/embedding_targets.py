@@ -305,3 +305,23 @@ def lengths_that_differ() -> int:
         values, lengths = torch.zeros(2 * count, dtype=torch.int64), torch.tensor([count, count])
         y = ut.embedding_all_to_all([torch.ones(4, 2)], values, lengths=lengths)
     return y.shape[1]
+
+
+def bench_with_a_wrong_column() -> tuple[list[str], list[str]]:
+    """What the benchmark says of a right operator, and of one that spoils what the other rank sent, always alike."""
+    from undertow.report import embedding_bench as bench
+
+    group = ut.init()
+    shape, plain = bench.Shape(2, 1, 5, 4, 2), bench.run
+
+    def spoiled(*given: Any) -> torch.Tensor:
+        y = plain(*given).clone()
+        y[:, DIM * (1 - group.rank)] += 1
+        return y
+
+    right = bench.measure_rank([shape], 1)[0].wrong
+    bench.run = spoiled
+    try:
+        return right, bench.measure_rank([shape], 1)[0].wrong
+    finally:
+        bench.run = plain

@@ -108,3 +108,10 @@ def test_strided_weights() -> None:
 
 def test_auto_does_not_ask_how_long_bags_are_here() -> None:
     assert ut.launch(targets.lengths_that_differ, 2, device="cpu", deadline=10) == [4, 4]
+
+
+def test_the_benchmark_compares_all_columns() -> None:
+    for right, wrong in ut.launch(targets.bench_with_a_wrong_column, 2, device="cpu"):
+        assert right == []
+        assert "serial:peer" in wrong
+        assert len(wrong) > 4

@@ -90,7 +90,7 @@ class ShardedEmbeddingBag(torch.nn.Module):
         columns = slice(piece.first_column, piece.first_column + piece.dim)
         for block in range(piece.first_row // _BLOCK, -(-last // _BLOCK)):
             first = block * _BLOCK
-            seed = hash((torch.initial_seed(), piece.table, block)) % (1 << 62)  # of integers alone: the same everywhere
+            seed = hash((torch.initial_seed(), piece.table, block)) % (1 << 62)  # integers: everywhere the same
             rows = torch.empty(min(_BLOCK, table.rows - first), table.dim)
             rows.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed)).mul_(table.rows**-0.5)
             begin, end = max(first, piece.first_row), min(first + len(rows), last)
