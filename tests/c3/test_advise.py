@@ -113,7 +113,7 @@ def test_what_cannot_run_here_names_what_can() -> None:
 
 def test_a_side_of_no_seconds_is_refused() -> None:
     for sides in ((1.0, 0.0), (0.0, 1.0)):
-        with pytest.raises(InvalidArgument, match="seconds is 0.0, but must be above 0"):
+        with pytest.raises(InvalidArgument, match=r"seconds is 0\.0, but must be above 0"):
             advise(*sides, place=CARD)
 
 

@@ -95,7 +95,7 @@ def strategy(name: str, place: Place, lane: str = "auto", ctas: int | None = Non
         reserved = max(1, every // _FOR_COMMUNICATION) if ctas is None else ctas
         if place.divides:
             reserved = max(_LEAST_GREEN, reserved // _LEAST_GREEN * _LEAST_GREEN)
-        if ctas is not None and not 1 <= ctas < every or reserved >= every:
+        if (ctas is not None and not 1 <= ctas < every) or reserved >= every:
             must = f"between 1 and {every - 1}, so that SMs are left for computing"
             raise InvalidArgument(argument="ctas", was=reserved if ctas is None else ctas, must=must)
     elif name == "dma+fewer":
