@@ -92,6 +92,15 @@ def test_a_share_larger_than_the_gpu_is_refused(share: Share, said: str) -> None
     assert said in str(caught.value)
 
 
+def test_a_share_of_a_divided_card_says_what_the_driver_gives() -> None:
+    assert given(Share(100), CARD).share.multiprocessors == 100
+    assert given(Share(101), CARD).share.multiprocessors == 100
+    assert given(Share(131), CARD).share.multiprocessors == 124
+    assert given(Share(101), dataclasses.replace(CARD, divides=False)).share.multiprocessors == 101
+    with pytest.raises(InvalidArgument, match=r"share\.multiprocessors is 3, but must be at least 4"):
+        given(Share(3), CARD)
+
+
 def test_what_cannot_run_here_names_what_can() -> None:
     alone = Place("cpu", 1, {"net": "", "peer": "", "dma": "the group spans several nodes"})
     assert alone.possible == ["serial", "base", "priority"]

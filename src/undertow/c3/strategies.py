@@ -18,7 +18,7 @@ caller computes. Nothing here runs anything.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import InvalidArgument, StrategyUnavailable
 from ..plan.plan import LANES, Share
@@ -113,7 +113,14 @@ def strategy(name: str, place: Place, lane: str = "auto", ctas: int | None = Non
 
 
 def given(share: Share, place: Place, lane: str = "auto") -> Strategy:
-    """A share that the caller has made."""
+    """A share that the caller has made; where the driver divides the card, with the SMs that it really gives."""
+    every, wanted = place.multiprocessors, share.multiprocessors
+    if place.divides and wanted is not None and 1 <= wanted < every:
+        beside = -(-(every - wanted) // _LEAST_GREEN) * _LEAST_GREEN  # split off, and rounded up by the driver
+        if beside >= every:
+            must = f"at least {every % _LEAST_GREEN or _LEAST_GREEN}, as the driver divides by {_LEAST_GREEN}"
+            raise InvalidArgument(argument="share.multiprocessors", was=wanted, must=must)
+        share = replace(share, multiprocessors=every - beside)
     made = Strategy("given", default_lane(place, lane), share, compute_first=share.communication_priority >= 0)
     check(made, place)
     return made
