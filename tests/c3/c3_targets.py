@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -274,18 +277,21 @@ def freed_early() -> None:
     group = ut.init()
     for share in ("base", "dma"):
         for turn in range(5):
-            x = torch.full((300_000,), float(group.rank + turn))
-            held = [x]
-            del x
+            held = [torch.full((300_000,), float(group.rank + turn))]
+            seen = weakref.ref(held[0])
 
             def churn() -> None:
                 held.clear()  # noqa: B023
+                assert seen() is not None, "kept until the end"  # noqa: B023
                 for _ in range(20):
                     torch.full((300_000,), -7.0)
 
             done = ut.concurrent(churn, (lambda mine: lambda: collective.all_reduce(mine))(held[0]), share=share)
             wanted = sum(one + turn for one in range(group.size))
             assert bool((done.collective == wanted).all()), share
+            del done
+            gone = seen() is None
+            assert gone, "and no longer"
 
 
 def beside() -> tuple[float, float, float]:
@@ -314,7 +320,7 @@ def learns() -> list[Any]:
     group = ut.init()
     x = torch.ones(50_000)
     ran = []
-    for _ in range(7):
+    for _ in range(8):
         ut.concurrent(lambda: torch.ones(200, 200) @ torch.ones(200, 200), lambda: collective.all_reduce(x))
         said = ut.explain()
         assert said is not None
@@ -330,11 +336,11 @@ def learns() -> list[Any]:
     return [*ran, last.to_dict()["strategy"], str(last)]
 
 
-def several() -> tuple[dict[str, Any], list[str]]:
+def several() -> tuple[dict[str, Any], list[str], list[str], tuple[int, str, float]]:
     """One launch for what needs none of its own."""
     variants((1, 2, 5000))
     freed_early()
-    return measured(), refused_kinds()
+    return measured(), refused_kinds(), kinds(), blocks()
 
 
 def measured() -> dict[str, Any]:
@@ -352,3 +358,57 @@ def refused_kinds() -> list[str]:
         raised(lambda: Bench(group).measure(Scenario("sleep", "all_gather", 1, "dma"), ("base",))),
         raised(lambda: Bench(group).measure(Scenario("gemm", "gather", 1, "dma"), ("base",))),
     ]
+
+
+def kinds() -> list[str]:
+    """What tells kinds apart: functions inside partials too; ranks that differ hear of it; failed times are redone."""
+    group, said = ut.init(), []
+    x = torch.ones(100)
+
+    def one() -> None:
+        return None
+
+    def other() -> None:
+        return None
+
+    for work in (one, other):
+        ut.concurrent(partial(work), partial(collective.all_reduce, x))
+        said.append(str(ut.explain()))
+    said.append(raised(lambda: ut.concurrent(torch.nn.ReLU(), lambda: collective.all_reduce(x))))
+    mine = (lambda: None) if group.rank else one
+    said.append(raised(lambda: ut.concurrent(mine, lambda: collective.all_reduce(x))))
+
+    def fails() -> None:
+        raise KeyError("inside")
+
+    for turn in range(8):  # the call that counts fails on one rank: it is timed once more
+        failing = turn == 1 and group.rank == 1
+        work = fails if failing else one
+        found = raised(lambda: ut.concurrent(work, lambda: collective.all_reduce(x), name="failing", lane="dma"))  # noqa: B023
+        assert failing == found.startswith("KeyError"), found
+        last = ut.explain()
+        assert last is not None
+        said.append(last.to_dict()["strategy"] if not failing else "failed")
+    return said
+
+
+def blocks() -> tuple[int, str, float]:
+    """A block that is dropped warns, one that is used again is refused; one that posts nothing can be timed."""
+    group = ut.init()
+    x = torch.ones(10)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ut.concurrent(collective=lambda: collective.all_reduce(x), share="base")
+        dropped = len(caught)
+        used = ut.concurrent(collective=lambda: collective.all_reduce(x), share="base")
+        with used:
+            pass
+        again = raised(used.__enter__)
+        del used
+        assert len(caught) == dropped
+    assert bool((x == group.size).all())
+    spans = spans_of(group.device)
+    spans.communicated = partial(setattr, spans, "_collective", math.nan)  # type: ignore[method-assign]
+    with Concurrent(group, strategy("serial", place_of(group)), spans):
+        pass
+    return dropped, again, float(math.isnan(spans._collective))

@@ -92,6 +92,15 @@ def test_a_share_larger_than_the_gpu_is_refused(share: Share, said: str) -> None
     assert said in str(caught.value)
 
 
+def test_a_share_of_a_divided_card_says_what_the_driver_gives() -> None:
+    assert given(Share(100), CARD).share.multiprocessors == 100
+    assert given(Share(101), CARD).share.multiprocessors == 100
+    assert given(Share(131), CARD).share.multiprocessors == 124
+    assert given(Share(101), dataclasses.replace(CARD, divides=False)).share.multiprocessors == 101
+    with pytest.raises(InvalidArgument, match=r"share\.multiprocessors is 3, but must be at least 4"):
+        given(Share(3), CARD)
+
+
 def test_what_cannot_run_here_names_what_can() -> None:
     alone = Place("cpu", 1, {"net": "", "peer": "", "dma": "the group spans several nodes"})
     assert alone.possible == ["serial", "base", "priority"]
@@ -103,6 +112,26 @@ def test_what_cannot_run_here_names_what_can() -> None:
         strategy("base", alone, lane="dma")
     with pytest.raises(InvalidArgument, match="share is 'quick'"):
         strategy("quick", alone)
+    small = Place("cuda", 4, {"peer": ""}, divides=True)
+    assert "partition" not in small.possible
+    with pytest.raises(StrategyUnavailable, match="divides a card by 8 SMs, and this one has 4"):
+        strategy("partition", small)
+    with pytest.raises(InvalidArgument, match="ctas is 132, but must be between 1 and 131"):
+        strategy("partition", CARD, ctas=132)
+
+
+def test_a_side_of_no_seconds_is_refused() -> None:
+    for sides in ((1.0, 0.0), (0.0, 1.0)):
+        with pytest.raises(InvalidArgument, match=r"seconds is 0\.0, but must be above 0"):
+            advise(*sides, place=CARD)
+
+
+def test_what_was_known_stays_where_nothing_new_is_learnt() -> None:
+    before = Knowledge(Interference(8, (("dma:dma", Effect(0.1)), ("peer:base", Effect(0.2)))), ((2, 1.5),), "assumed")
+    now = known.merged(Knowledge(Interference(8, (("peer:base", Effect(0.4)),)), (), "learnt"), before)
+    assert dict(now.model.effects) == {"dma:dma": Effect(0.1), "peer:base": Effect(0.4)}
+    assert now.narrow == ((2, 1.5),)
+    assert now.source == "learnt, 1 effects assumed"
 
 
 # -- measurements ------------------------------------------------------------------------------------------------------

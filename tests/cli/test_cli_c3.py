@@ -44,7 +44,13 @@ def test_a_small_grid(tmp_path: Path) -> None:
     assert found["environment"]["device"] == "cpu"
     assert plot.read_text().startswith("<svg")
     kept = known.default_path("cpu", 2)
-    assert known.load("cpu", 2, 1).source == "learnt from 4 scenarios"
+    learnt = known.load("cpu", 2, 1)
+    assert learnt.source.startswith("learnt from 2 scenarios, ")
+    assert learnt.source.endswith(" effects assumed")
+    assumed, now = dict(known.assumed("cpu", 1).model.effects), dict(learnt.model.effects)
+    assert {name for name in now if name.startswith("dma:")} == {name for name in assumed if name.startswith("dma:")}
+    assert all(now[name] == assumed[name] for name in now if name.startswith("dma:"))  # that lane was emulated
+    assert now["peer:base"] != assumed["peer:base"]
     kept.unlink()
 
 

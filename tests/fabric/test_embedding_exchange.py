@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from fake_driver import World
 
 from undertow.fabric.signals import Step
-from undertow.plan.bags import slices
+from undertow.plan.bags import Layout, Piece, slices
 from undertow.plan.plan import SLICES, Plan, split
 from undertow.plan.tiles import chunks
 
@@ -134,3 +135,63 @@ def test_a_choice_that_is_cleared_too_late_is_seen(cuda: Any) -> None:
         except AssertionError:
             lost += 1
     assert lost > 0
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+class _Space:
+    """Symmetric memory of one rank, in the host's."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes, self.local = nbytes, torch.zeros(nbytes, dtype=torch.uint8)
+
+    def address(self, rank: int) -> int:
+        return self.local.data_ptr()
+
+
+def one_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch, capturing: Sequence[bool] = (False,)) -> Any:
+    """An exchange of one rank whose workspace grows as a fabric's, and a torch that takes host memory for a GPU's."""
+    held: dict[str, _Space] = {}
+
+    def workspace(purpose: str, nbytes: int) -> _Space:
+        if purpose not in held or held[purpose].nbytes < nbytes:
+            held[purpose] = _Space(-(-nbytes // (1 << 20)) * (1 << 20))
+        return held[purpose]
+
+    def as_tensor(leased: Any, device: object = None) -> torch.Tensor:
+        about = leased.__cuda_array_interface__
+        memory = (ctypes.c_ubyte * about["shape"][0]).from_address(about["data"][0])
+        memory.lease = leased  # type: ignore[attr-defined]
+        return torch.from_numpy(np.frombuffer(memory, np.uint8))
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    group = SimpleNamespace(size=1, rank=0)
+    return cuda.Exchange(SimpleNamespace(group=group, workspace=workspace, signals=lambda count: None))
+
+
+def test_a_narrow_call_leaves_a_wide_result_alone(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All shapes share the places; the one that is held is the wider."""
+    exchange, like = one_rank(cuda, monkeypatch), torch.empty(0)
+    wide = exchange.take(Layout(((Piece(0, 10, 64),),)), [1024], like)
+    wide.whole.fill_(1)
+    narrow = exchange.take(Layout(((Piece(0, 10, 8),),)), [1024], like)
+    narrow.whole.fill_(2)
+    assert (wide.place, narrow.place) == (0, 1)
+    assert bool((wide.whole == 1).all())
+
+
+def test_a_captured_call_takes_no_place_that_another_may_get(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay writes to its place again, whoever holds a result by then."""
+    capturing = [True]
+    exchange, like, layout = one_rank(cuda, monkeypatch, capturing), torch.empty(0), Layout(((Piece(0, 10, 8),),))
+    captured = exchange.take(layout, [4], like)
+    result = captured.finish()
+    assert result.data_ptr() != captured.whole.data_ptr()
+    del result
+    capturing[0] = False
+    held = exchange.take(layout, [4], like)
+    held.whole.fill_(1)
+    captured.whole.fill_(2)  # a replay
+    assert bool((held.whole == 1).all())

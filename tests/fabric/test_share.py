@@ -135,7 +135,15 @@ def test_a_card_is_divided_once(driver: Driver) -> None:
     assert driver.splits == 1
     assert green.halves(0, 100) == (first, second)
     assert driver.splits == 1, "the same parts again, not others that overlap with them"
-    assert green.divided(torch.device("cuda", 0), 100) == (first.stream, second.stream)
+
+
+def test_the_communicating_part_is_split_off(driver: Driver) -> None:
+    """32 SMs are what the driver gives; 100 it would round up to 104, and leave 28."""
+    computing, beside = green.divided(torch.device("cuda", 0), 100)
+    second, first = green.halves(0, 32)
+    assert (first.multiprocessors, second.multiprocessors) == (100, 32)
+    assert (computing, beside) == (first.stream, second.stream)
+    assert driver.splits == 1
 
 
 @pytest.mark.parametrize("count", [0, -1, 132, 500])

@@ -172,3 +172,51 @@ def refused() -> dict[str, str]:
         except UndertowError as error:
             said[name] = str(error)
     return said
+
+
+def uneven_inputs() -> dict[str, Any]:
+    """What differs between ranks: index types do no harm, the rest all ranks hear of; the layer works on."""
+    group, said = ut.init(), {}
+    layer, given = loaded(ShardedEmbeddingBag(TABLES, dtype=torch.float64), wholes()), features(group.rank, 3)
+    mixed = {**given, "values": given["values"].to(torch.int32 if group.rank else torch.int64)}
+    assert torch.equal(layer(**mixed), plain(wholes(), given, "sum"))
+    weights = torch.ones(len(given["values"]), dtype=torch.float64)
+    changes: dict[str, dict[str, Any]] = {
+        "weights of one": {"weights": weights if group.rank else None},
+        "their types": {"weights": weights.float() if group.rank else weights},
+        "their gradients": {"weights": weights.clone().requires_grad_(group.rank == 1)},
+        "values of one": {"values": given["values"].float() if group.rank else given["values"]},
+    }
+    for name, change in changes.items():
+        try:
+            layer(**{**given, **change})
+            said[name] = "nothing"
+        except UndertowError as error:
+            said[name] = str(error)
+    assert torch.equal(layer(**given), plain(wholes(), given, "sum"))
+    return said
+
+
+def first_numbers() -> bool:
+    """The same whatever the placement; of a table that others hold hardly anything is made."""
+    group = ut.init()
+    table = Table("huge", 70_000, 8)
+    torch.manual_seed(3)
+    whole = ShardedEmbeddingBag([table], placement=[[Piece(0, 70_000, 8)], []])
+    cut = 40_000
+    torch.manual_seed(3)
+    rows = ShardedEmbeddingBag([table], placement=[[Piece(0, cut, 8)], [Piece(0, 70_000 - cut, 8, cut)]])
+    torch.manual_seed(3)
+    columns = ShardedEmbeddingBag([table], placement=[[Piece(0, 70_000, 3)], [Piece(0, 70_000, 5, 0, 3)]])
+    found = [next(iter(one.whole_tables().values())) for one in (whole, rows, columns)]
+    assert all(torch.equal(found[0], one) for one in found[1:])
+    assert 0.9 < float(found[0].abs().max()) * 70_000**0.5 <= 1
+    assert len(found[0].unique()) > found[0].numel() // 2
+    made: list[int] = []
+    empty = torch.empty
+    try:
+        torch.empty = lambda *shape, **more: (made.append(int(shape[0])), empty(*shape, **more))[1]
+        whole._first(Piece(0, 10, 8, 60_000), torch.float32, group.device)
+    finally:
+        torch.empty = empty
+    return max(made) < 20_000

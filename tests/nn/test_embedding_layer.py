@@ -39,6 +39,19 @@ def test_refusals() -> None:
         assert word in said[name], f"{name}: {said[name]}"
 
 
+def test_ranks_that_give_different_things() -> None:
+    found = ut.launch(targets.uneven_inputs, 2, device="cpu", deadline=10)
+    for said in found:
+        assert "weights of rank 1 is of torch.float64, but must be missing, as on rank 0" in said["weights of one"]
+        assert "weights of rank 1 is of torch.float32" in said["their types"]
+        assert "is with gradients asked for" in said["their gradients"]
+        assert "is of torch.float32, but must be of torch.int32 or torch.int64" in said["values of one"]
+
+
+def test_first_numbers_whatever_the_placement() -> None:
+    assert all(ut.launch(targets.first_numbers, 2, device="cpu"))
+
+
 DCN = [40000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000, 3067, 405, 10, 2209, 11938, 155, 4, 976, 14, 40000]
 
 

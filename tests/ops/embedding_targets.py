@@ -170,7 +170,18 @@ def disagreeing() -> dict[str, str]:
     said["samples"] = _said(lambda: ut.embedding_all_to_all(**(fewer if group.rank else good)))
     doubles = {**good, "tables": [one.double() for one in good["tables"]]}
     said["dtypes"] = _said(lambda: ut.embedding_all_to_all(**(doubles if group.rank else good)))
+    outside = {**good, "values": torch.full_like(good["values"], 99)}
+    said["an index of one rank"] = _said(lambda: ut.embedding_all_to_all(**(outside if group.rank else good)))
+    flat = {**good, "tables": [one.view(-1) for one in good["tables"]]}
+    said["a table of one rank"] = _said(lambda: ut.embedding_all_to_all(**(flat if group.rank else good)))
+    columns = [Shard(torch.ones(10 - group.rank, 2), 0, first_column=2 * group.rank)]
+    bags = {"values": torch.tensor([9 - group.rank] * 2), "lengths": torch.tensor([1, 1])}
+    said["columns of other heights"] = _said(lambda: ut.embedding_all_to_all(columns, **bags))
     layout = ut.embedding_layout(good["tables"])
+    halves = {**good, "tables": [one.half() for one in good["tables"]]}
+    said["another dtype"] = _said(lambda: ut.embedding_all_to_all(**halves, layout=layout))
+    twice = {**good, "tables": good["tables"][:1] * 2, "optimizer": RowOptimizer("adagrad")}
+    said["a table twice"] = _said(lambda: ut.embedding_all_to_all(**twice))
     sizes = [[3, 3], [2, 4]][group.rank]
     said["batches"] = _said(lambda: ut.embedding_all_to_all(**good, layout=layout, batches=sizes))
     part = [Shard(good["tables"][0], 0, first_row=(ROWS + 1) * group.rank)]
@@ -194,3 +205,123 @@ def chosen() -> str:
         y = ut.embedding_all_to_all(**ordinary(group))
     assert torch.equal(y, torch_way(group, ordinary(group), ordinary(group)["tables"]))
     return str(ut.explain())
+
+
+# -- who takes part in the backward pass -------------------------------------------------------------------------------
+
+
+def held_by_the_first(group: ut.Group, table: torch.Tensor) -> dict[str, Any]:
+    """One table, on rank 0, looked up once for each of two samples a rank."""
+    count = 2 * group.size if group.rank == 0 else 0
+    return {
+        "tables": [table] if group.rank == 0 else [], "values": torch.arange(count) % len(table),
+        "lengths": torch.ones(count, dtype=torch.int64),
+    }  # fmt: skip
+
+
+def frozen_then_trained(lane: str) -> list[Any]:
+    """Frozen tables have no backward pass on any rank, trained ones on all, also on ranks that hold none."""
+    group, found = ut.init(), []
+    for turn in range(3):
+        y = ut.embedding_all_to_all(**held_by_the_first(group, torch.full((4, 2), turn + 0.0)), strategy=lane)
+        found.append((y.requires_grad, y[0, 0].item()))
+        if y.requires_grad:
+            (7 * y.sum()).backward()
+        weight = torch.ones(4, 2, requires_grad=True)
+        z = ut.embedding_all_to_all(**held_by_the_first(group, weight), strategy=lane)
+        z.sum().backward()
+        if group.rank == 0:
+            assert weight.grad is not None
+            found.append(weight.grad.tolist())
+    out = torch.empty(2, 2)
+    frozen = ut.embedding_all_to_all(**held_by_the_first(group, torch.ones(4, 2)), strategy=lane, out=out)
+    assert frozen is out
+    given = held_by_the_first(group, torch.ones(4, 2, requires_grad=True))
+    found.append(_said(lambda: ut.embedding_all_to_all(**given, strategy=lane, out=out if group.rank else None)))
+    return found
+
+
+def changed_in_place() -> list[str]:
+    """Between the two passes: what a gradient needs of it. Rank 1 changes nothing, and its backward pass ends."""
+    group, said = ut.init(), []
+    for what in ("values", "weights", "table"):
+        table, scale = torch.ones(4, 2, requires_grad=True), torch.ones(2, requires_grad=True)
+        values = torch.tensor([0, 1])
+        y = ut.embedding_all_to_all([table], values, lengths=torch.tensor([1, 1]), weights=scale, strategy="serial")
+        if group.rank == 0:
+            with torch.no_grad():
+                {"values": values, "weights": scale, "table": table}[what].fill_(3)
+        try:
+            y.sum().backward()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def halves_and_strides() -> bool:
+    """Sums of half types in fp32, rounded once; weights in their own type, strided or not."""
+    ut.init()
+    for dtype in (torch.float16, torch.bfloat16):
+        big = torch.full((4, 2), 30000.0, dtype=dtype)
+        for weights in (None, torch.ones(6)):
+            y = ut.embedding_all_to_all([big], torch.tensor([0, 1, 2, 0, 1, 2]), lengths=torch.tensor([3, 3]),
+                                        weights=weights, pooling="mean", strategy="serial")  # fmt: skip
+            assert torch.equal(y, big[:1].repeat(1, 2))
+    table, weights = torch.full((2, 1), 100.0, dtype=torch.bfloat16), torch.full((2, 2), 1.003)[:, 0]
+    y = ut.embedding_all_to_all([table], torch.tensor([0, 1]), lengths=torch.tensor([2, 0]), weights=weights,
+                                batches=[2, 0], strategy="serial")  # fmt: skip
+    assert not len(y) or y[0].tolist() == [torch.tensor(2 * 1.003 * 100).bfloat16().item()] * 2
+    return True
+
+
+def strided_weights() -> bool:
+    """What kernels are given: they know no strides."""
+    group = ut.init()
+    seen: list[bool] = []
+    from undertow.ops import embedding_all_to_all as operator
+
+    plain = operator.run
+
+    def run(fabric: Any, bags: Any, *rest: Any) -> torch.Tensor:
+        seen.append(bags.weights.is_contiguous())
+        return plain(fabric, bags, *rest)
+
+    operator.run = run
+    try:
+        scale = torch.arange(4.0).view(2, 2)[:, 0]
+        ut.embedding_all_to_all([torch.ones(4, 2)], torch.tensor([0, 1]), lengths=torch.tensor([1, 1]), weights=scale,
+                                strategy="serial", group=group)  # fmt: skip
+    finally:
+        operator.run = plain
+    return seen == [True]
+
+
+def lengths_that_differ() -> int:
+    """Bags of one rank much longer in one step than the others': nobody measures alone."""
+    group = ut.init()
+    for step in range(3):
+        count = 4000 if (group.rank, step) == (0, 1) else 250
+        values, lengths = torch.zeros(2 * count, dtype=torch.int64), torch.tensor([count, count])
+        y = ut.embedding_all_to_all([torch.ones(4, 2)], values, lengths=lengths)
+    return y.shape[1]
+
+
+def bench_with_a_wrong_column() -> tuple[list[str], list[str]]:
+    """What the benchmark says of a right operator, and of one that spoils what the other rank sent, always alike."""
+    from undertow.report import embedding_bench as bench
+
+    group = ut.init()
+    shape, plain = bench.Shape(2, 1, 5, 4, 2), bench.run
+
+    def spoiled(*given: Any) -> torch.Tensor:
+        y = plain(*given).clone()
+        y[:, DIM * (1 - group.rank)] += 1
+        return y
+
+    right = bench.measure_rank([shape], 1)[0].wrong
+    bench.run = spoiled
+    try:
+        return right, bench.measure_rank([shape], 1)[0].wrong
+    finally:
+        bench.run = plain

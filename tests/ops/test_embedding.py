@@ -68,9 +68,50 @@ def test_ranks_that_disagree_hear_of_it() -> None:
         assert "float64" in said["dtypes"]
         assert "disagree" in said["batches"]
         assert "meet without gap" in said["rows with a gap"]
+        assert "is 99, an index of table" in said["an index of one rank"]
+        assert "is of shape [44]" in said["a table of one rank"]
+        assert "rows at column" in said["columns of other heights"]
+        assert "tables is of float16, but must be of float32" in said["another dtype"]
+        assert "tables[1] is the memory of tables[0]" in said["a table twice"]
+    assert "of rank 1" in found[0]["an index of one rank"]
 
 
 def test_auto_chooses_and_says_why() -> None:
     for said in ut.launch(targets.chosen, 2, device="cpu"):
         assert "asked for 'auto'" in said
         assert "serial:" in said
+
+
+@pytest.mark.parametrize("lane", ["serial:dma", "serial:net"])
+def test_all_ranks_have_a_backward_pass_or_none_has(lane: str) -> None:
+    first, second = ut.launch(targets.frozen_then_trained, 2, device="cpu", args=(lane,), deadline=10)
+    for turn in range(3):
+        assert first[2 * turn] == second[turn] == (False, float(turn))
+        assert first[2 * turn + 1] == [[1.0, 1.0]] * 4
+    assert first[-1].startswith("out of rank 1 is given, but must be None where gradients")
+    assert second[-1].startswith("out is given, but must be None where gradients")
+
+
+def test_what_changes_between_the_passes_is_seen() -> None:
+    first, second = ut.launch(targets.changed_in_place, 2, device="cpu", deadline=10)
+    assert all("modified by an inplace operation" in said for said in first)
+    assert second == ["", "", ""]
+
+
+def test_halves_are_summed_wide_and_weights_stay_as_they_are() -> None:
+    assert all(ut.launch(targets.halves_and_strides, 2, device="cpu"))
+
+
+def test_strided_weights() -> None:
+    assert all(ut.launch(targets.strided_weights, 2, device="cpu"))
+
+
+def test_auto_does_not_ask_how_long_bags_are_here() -> None:
+    assert ut.launch(targets.lengths_that_differ, 2, device="cpu", deadline=10) == [4, 4]
+
+
+def test_the_benchmark_compares_all_columns() -> None:
+    for right, wrong in ut.launch(targets.bench_with_a_wrong_column, 2, device="cpu"):
+        assert right == []
+        assert "serial:peer" in wrong
+        assert len(wrong) > 4

@@ -16,7 +16,7 @@ would choose, as baselines:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgument
@@ -151,16 +151,20 @@ def answer(asked: Question) -> Advice:
     if not found:
         must = f"known for one of the lanes {', '.join(asked.lanes)}"
         raise InvalidArgument(argument="collective.seconds", was=f"{asked.collective.seconds}", must=must)
-    best = min(predicted, key=predicted.__getitem__)
-    usual = min((name for name in predicted if name.startswith("base:")), key=predicted.__getitem__, default=best)
-    if predicted[usual] <= predicted[best] * (1 + _WORTH):
-        best = usual
+    best = preferred(predicted)
     serial = seconds + shortest
     reason = (
         f"{best} is predicted to take {predicted[best] * 1e3:.3g} ms where one after the other takes "
         f"{serial * 1e3:.3g} ms ({asked.knowledge.source})."
     )
     return Advice(found[best], predicted, baselines(asked), reason, serial, asked.knowledge.source)
+
+
+def preferred(predicted: Mapping[str, float]) -> str:
+    """Of strategies by key: the shortest, or `base` where that gains too little to leave it."""
+    best = min(predicted, key=predicted.__getitem__)
+    usual = min((name for name in predicted if name.startswith("base:")), key=predicted.__getitem__, default=best)
+    return usual if predicted[usual] <= predicted[best] * (1 + _WORTH) else best
 
 
 def _forms(name: str, lane: str, asked: Question) -> list[Strategy]:
@@ -231,14 +235,9 @@ def _two_tables(asked: Question, lane: str) -> int:
 def _check(compute: Side, collective: Side) -> None:
     for argument, side in (("compute", compute), ("collective", collective)):
         times = list(side.seconds.values()) if isinstance(side.seconds, Mapping) else [side.seconds]
-        if not times or not all(0 <= one < float("inf") for one in times):
-            raise InvalidArgument(argument=f"{argument}.seconds", was=side.seconds, must="at least 0, and finite")
+        if not times or not all(0 < one < float("inf") for one in times):
+            raise InvalidArgument(argument=f"{argument}.seconds", was=side.seconds, must="above 0, and finite")
     if isinstance(compute.seconds, Mapping):
         raise InvalidArgument(argument="compute.seconds", was=dict(compute.seconds), must="one number")
     if not 0 <= compute.memory <= 1:
         raise InvalidArgument(argument="compute.memory", was=compute.memory, must="between 0 and 1")
-
-
-def with_seconds(side: Side, seconds: Mapping[str, float]) -> Side:
-    """The same with times by lane."""
-    return replace(side, seconds=dict(seconds))

@@ -2,16 +2,25 @@
 
 A kind is what the callables are (their code), or the `name` given. Of each lane that could be taken two calls are
 timed, and the second counts: the first one loads kernels and makes places. Both sides run once in each, as they would
-anyway. Then the ranks put their times together, the slowest counts, the first rank decides and all do the same.
+anyway. Then the ranks put their times together, the slowest counts, the first rank decides and all do the same. The
+choice is timed in its turn, in the next two calls: where it took longer than one after the other, that is what stays.
+
+Until then ranks compare kinds in every call. Inside a CUDA graph capture nothing is timed and no call counts.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..errors import InvalidArgument, MismatchedCall
 from ..ops.explain import Candidate, Choice, Explanation, remember
 from ..plan.plan import Plan, Share
 from .advise import Advice, Question, Side, answer, key
@@ -29,10 +38,16 @@ _TIMED = 2  # calls on each lane, of which the last counts
 
 @dataclass
 class _Kind:
-    """What is known about calls that are alike: seconds (compute, collective) by lane, then the choice."""
+    """What is known about calls that are alike: times by lane, then a choice on trial, then the choice.
 
-    calls: int = 0
+    `turn`: which call of the first ones the next is. `tried`: calls of the choice on trial.
+    """
+
+    turn: int = 0
     timed: dict[str, Spans] = field(default_factory=dict)
+    on_trial: Strategy | None = None
+    tried: int = 0
+    trial: Spans | None = None
     chosen: Strategy | None = None
     advice: Advice | None = None
 
@@ -48,7 +63,7 @@ def learning(
     """As `c3.concurrent`, without a share."""
     place = place_of(on)
     default_lane(place, lane)  # refuses a name that is none
-    text = name or f"{_code(compute)} beside {_code(collective)}"
+    text = name or f"{_code('compute', compute)} beside {_code('collective', collective)}"
     kinds: dict[tuple[str, str], _Kind] = on.fabric.kept.setdefault(id(_KINDS), {})  # type: ignore[assignment]
     kind = kinds.setdefault((text, lane), _Kind())
     chosen, spans = _next(kind, on, place, lane, ctas, text)
@@ -80,17 +95,59 @@ class _Explained(Concurrent):
 def _next(
     kind: _Kind, on: Group, place: Place, lane: str, ctas: int | None, text: str
 ) -> tuple[Strategy, Spans | None]:
-    """How the next call of a kind runs. What decides is the number of calls, which is the same on all ranks."""
+    """How the next call of a kind runs. What decides is told by all ranks, so it is the same on all."""
+    if on.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _captured(kind, place, lane), None
     if kind.chosen is not None:
         return kind.chosen, None
-    lanes = _lanes(place, lane)
-    turn, kind.calls = kind.calls, kind.calls + 1
-    if turn < _TIMED * len(lanes):
-        where = lanes[turn // _TIMED]
-        kind.timed[where] = spans_of(on.device)
-        return strategy("serial", place, where), kind.timed[where]
-    mine = {where: _seconds(spans) for where, spans in kind.timed.items()}
-    said = on.exchange(mine, f"times of {text}")
+    _same_kind(on, text, kind)
+    if kind.on_trial is None:
+        lanes = _lanes(place, lane)
+        if kind.turn == _TIMED * len(lanes):
+            _put_on_trial(kind, on, place, lanes, ctas, text)
+        if kind.on_trial is None:  # not yet, or a time has to be taken again
+            where = lanes[kind.turn // _TIMED]
+            kind.turn += 1
+            kind.timed[where] = spans_of(on.device)
+            return strategy("serial", place, where), kind.timed[where]
+    if kind.tried == _TIMED:
+        _conclude(kind, on, place, text)
+        if kind.chosen is not None:
+            return kind.chosen, None
+    assert kind.on_trial is not None
+    kind.tried, kind.trial = kind.tried + 1, spans_of(on.device)
+    return kind.on_trial, kind.trial
+
+
+def _captured(kind: _Kind, place: Place, lane: str) -> Strategy:
+    """The choice, where a graph can hold it, else serial: nothing can be timed in a capture."""
+    chosen = kind.chosen
+    if chosen is None or chosen.lane == "net" or (place.divides and chosen.share.multiprocessors is not None):
+        return strategy("serial", place, lane)
+    return chosen
+
+
+def _same_kind(on: Group, text: str, kind: _Kind) -> None:
+    """Ranks that are about to time different things hear of it, instead of waiting for each other."""
+    mine = f"{text}, call {kind.turn + kind.tried} of its kind"
+    told = on.exchange(mine, "which computation is beside which collective")
+    for rank, theirs in enumerate(told):
+        if theirs != told[0]:
+            raise MismatchedCall(
+                group=on.name, call=on.calls, rank=0, mine=f"concurrent({told[0]})", other_rank=rank,
+                theirs=f"concurrent({theirs})",
+            )  # fmt: skip
+
+
+def _put_on_trial(
+    kind: _Kind, on: Group, place: Place, lanes: list[str], ctas: int | None, text: str
+) -> None:  # fmt: skip
+    """By the model, from what all ranks have timed; or back to the first lane of which some rank has no time."""
+    said = on.exchange({where: _seconds(spans) for where, spans in kind.timed.items()}, f"times of {text}")
+    again = next((where for where in lanes if any(one[where] is None for one in said)), None)
+    if again is not None:
+        kind.turn = _TIMED * lanes.index(again) + _TIMED - 1
+        return
     slowest = {where: [max(one[where][side] for one in said) for side in (0, 1)] for where in lanes}
     asked = Question(
         Side(min(times[0] for times in slowest.values())),
@@ -99,11 +156,30 @@ def _next(
         load(place.device, on.size, place.multiprocessors),
         tuple(lanes),
     )
-    advice = answer(asked)
-    first = on.exchange(_packed(advice.strategy), f"the choice for {text}")[0]  # all do what the first rank says
-    kind.chosen = Strategy(first["name"], first["lane"], Share(**first["share"]), bool(first["compute_first"]))
-    kind.advice = advice
-    return kind.chosen, None
+    kind.advice = answer(asked)
+    first = on.exchange(_packed(kind.advice.strategy), f"the choice for {text}")[0]  # all do what the first rank says
+    kind.on_trial = Strategy(first["name"], first["lane"], Share(**first["share"]), bool(first["compute_first"]))
+    if kind.on_trial.name == "serial":
+        kind.chosen = kind.on_trial
+
+
+def _conclude(kind: _Kind, on: Group, place: Place, text: str) -> None:
+    """The choice stays if it was no slower than one after the other; without a time of all ranks it is tried again."""
+    assert kind.trial is not None and kind.on_trial is not None and kind.advice is not None  # noqa: PT018
+    times = [_seconds(spans) for spans in kind.timed.values()]
+    alone = min((sum(one) for one in times if one is not None), default=0.0)
+    said = on.exchange([kind.trial.ends().both if kind.trial.whole else None, alone], f"the trial for {text}")
+    if any(both is None for both, _ in said):
+        kind.tried -= 1
+        return
+    both, alone = max(one for one, _ in said), max(one for _, one in said)
+    kind.chosen = kind.on_trial
+    if both > alone:
+        lane = min(kind.timed, key=lambda one: sum(_seconds(kind.timed[one]) or (float("inf"),)))
+        lane = on.exchange(lane, f"the lane for {text}")[0]
+        kind.chosen = strategy("serial", place, lane)
+        reason = f"{key(kind.on_trial)} took {both * 1e3:.3g} ms, one after the other {alone * 1e3:.3g} ms."
+        kind.advice = replace(kind.advice, reason=reason)
 
 
 def _lanes(place: Place, lane: str) -> list[str]:
@@ -114,12 +190,11 @@ def _lanes(place: Place, lane: str) -> list[str]:
     return [first, *(["dma"] if first != "dma" and not place.lanes.get("dma", "none") else [])]
 
 
-def _seconds(spans: Spans) -> list[float]:
-    """Of the computation and of the collective after it; a call that failed took for ever."""
-    try:
-        ends = spans.ends()
-    except (AttributeError, RuntimeError):
-        return [1e9, 1e9]
+def _seconds(spans: Spans) -> list[float] | None:
+    """Of the computation and of the collective after it; None of a call that failed."""
+    if not spans.whole:
+        return None
+    ends = spans.ends()
     return [max(ends.compute, 1e-9), max(ends.collective - ends.compute, 1e-9)]
 
 
@@ -134,14 +209,21 @@ def _packed(chosen: Strategy) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _code(work: Callable[[], Any] | None) -> str:
+def _code(argument: str, work: Callable[[], Any] | None) -> str:
     """What a callable is, the same on every rank and at every call."""
     if work is None:
         return "the caller's block"
+    while isinstance(work, functools.partial):
+        work = work.func
+    work = inspect.unwrap(work)
     code = getattr(work, "__code__", None)
     if code is not None:
-        return f"{code.co_name} (line {code.co_firstlineno})"
-    return getattr(work, "__qualname__", type(work).__qualname__)
+        file = "/".join(PurePath(code.co_filename).parts[-3:])  # nodes may keep their copies in different places
+        return f"{code.co_name} ({file}:{code.co_firstlineno})"
+    if inspect.isbuiltin(work):
+        return f"{work.__module__}.{work.__qualname__}"
+    must = "given, or a function: objects of one class are told apart by a name only"
+    raise InvalidArgument(argument="name", was=f"missing, and {argument} of class {type(work).__name__}", must=must)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ Inside, the group belongs to the collective: other calls on it are refused, for 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -182,7 +183,7 @@ class Concurrent:
         self._group, self._fabric = group, group.fabric
         self._posted: list[Posted[Any]] = []
         self._waiting: list[Posted[Any]] = []
-        self._inside = False
+        self._inside = self._used = False
         self._spans = spans
         self._side = contextlib.ExitStack()
         self._streams = _streams(self._fabric, chosen)
@@ -206,7 +207,15 @@ class Concurrent:
         self._start(posted)
         return posted
 
+    def __del__(self) -> None:
+        if getattr(self, "_waiting", None) and not self._used:
+            said = "A collective was given to ut.concurrent, which was never entered by `with`: it did not run."
+            warnings.warn(said, RuntimeWarning, stacklevel=1)
+
     def __enter__(self) -> Concurrent:
+        if self._used:
+            raise InvalidArgument(argument="the block", was="entered a second time", must="made anew by ut.concurrent")
+        self._used = True
         group = self._group
         group.check()
         with group.lock:
@@ -242,7 +251,11 @@ class Concurrent:
             for posted in self._waiting:  # serial: after the computation
                 self._start(posted)
             self._waiting.clear()
+            if self._spans is not None and not self._posted:
+                self._spans.communicated()  # nothing was posted: it took no time
             self._streams.join()
+            if self._spans is not None:
+                self._spans.whole = error is None
             for posted in self._posted:
                 self._streams.keep(posted._result)
                 posted.done()

@@ -129,6 +129,15 @@ def save(knowledge: Knowledge, device: str, ranks: int) -> Path:
     return path
 
 
+def merged(learnt: Knowledge, before: Knowledge) -> Knowledge:
+    """Effects that were learnt now in the place of those known before; the others stay, as does what `narrow` tells."""
+    known, new = dict(before.model.effects), dict(learnt.model.effects)
+    kept = sorted(set(known) - set(new))
+    source = f"{learnt.source}, {len(kept)} effects {before.source}" if kept else learnt.source
+    model = replace(learnt.model, effects=tuple(sorted((known | new).items())))
+    return Knowledge(model, learnt.narrow or before.narrow, source)
+
+
 def narrowness(tables: Tables) -> tuple[tuple[int, float], ...]:
     """The factor at each number of CTAs, the geometric mean over collectives."""
     ratios: dict[int, list[float]] = {}

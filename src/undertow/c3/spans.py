@@ -27,7 +27,12 @@ class Ends:
 
 
 class Spans:
-    """Three moments. `begin` on the caller's stream, `computed` on the computing one, `communicated` on the other."""
+    """Three moments. `begin` on the caller's stream, `computed` on the computing one, `communicated` on the other.
+
+    `whole`: whether all three were taken of a call that did not fail.
+    """
+
+    whole = False
 
     def begin(self) -> None:
         self._began = time.perf_counter()

@@ -70,6 +70,8 @@ class Place:
             return self.lanes.get("dma", "") or "there is no lane dma"
         if name in ("partition", "both", "dma+fewer") and self.multiprocessors < 2:
             return "a rank has one thread or SM here, which cannot be divided"
+        if name in ("partition", "both", "dma+fewer") and self.divides and self.multiprocessors <= _LEAST_GREEN:
+            return f"the driver divides a card by {_LEAST_GREEN} SMs, and this one has {self.multiprocessors}"
         return ""
 
 
@@ -93,6 +95,9 @@ def strategy(name: str, place: Place, lane: str = "auto", ctas: int | None = Non
         reserved = max(1, every // _FOR_COMMUNICATION) if ctas is None else ctas
         if place.divides:
             reserved = max(_LEAST_GREEN, reserved // _LEAST_GREEN * _LEAST_GREEN)
+        if (ctas is not None and not 1 <= ctas < every) or reserved >= every:
+            must = f"between 1 and {every - 1}, so that SMs are left for computing"
+            raise InvalidArgument(argument="ctas", was=reserved if ctas is None else ctas, must=must)
     elif name == "dma+fewer":
         reserved = max(1, every // _SPARED)
         if place.divides:
@@ -108,7 +113,14 @@ def strategy(name: str, place: Place, lane: str = "auto", ctas: int | None = Non
 
 
 def given(share: Share, place: Place, lane: str = "auto") -> Strategy:
-    """A share that the caller has made."""
+    """A share that the caller has made; where the driver divides the card, with the SMs that it really gives."""
+    every, wanted = place.multiprocessors, share.multiprocessors
+    if place.divides and wanted is not None and 1 <= wanted < every:
+        beside = -(-(every - wanted) // _LEAST_GREEN) * _LEAST_GREEN  # split off, and rounded up by the driver
+        if beside >= every:
+            must = f"at least {every % _LEAST_GREEN or _LEAST_GREEN}, as the driver divides by {_LEAST_GREEN}"
+            raise InvalidArgument(argument="share.multiprocessors", was=wanted, must=must)
+        share = replace(share, multiprocessors=every - beside)
     made = Strategy("given", default_lane(place, lane), share, compute_first=share.communication_priority >= 0)
     check(made, place)
     return made
@@ -144,8 +156,3 @@ def check(strategy: Strategy, place: Place) -> None:
         if together > every and strategy.lane == "peer":
             was = f"{share.multiprocessors} SMs for computing beside {share.communication_ctas} CTAs"
             raise InvalidArgument(argument="share", was=was, must=f"at most the {every} SMs of a rank together")
-
-
-def with_ctas(strategy: Strategy, ctas: int) -> Strategy:
-    """The same with another number of CTAs for communication, bounded or not."""
-    return replace(strategy, share=replace(strategy.share, communication_ctas=ctas))

@@ -79,8 +79,14 @@ def run_c3(
         out.write_text(json.dumps(to_json(found, judged, facts), indent=1, default=str) + "\n")
     if plot is not None:
         plot.write_text(picture(found, f"{chosen} ranks on {where}"))
-    if learn:
-        kept = known.save(known.learn(found, source=f"learnt from {len(found)} scenarios"), where, chosen)
+    real = found
+    if where == "cpu" and (environ or os.environ.get(settings.DMA_PACE.name)):
+        real = [one for one in found if one.scenario.lane != "dma"]  # nothing is learnt from a link that is emulated
+    kept = None
+    if learn and real:
+        new = known.learn(real, source=f"learnt from {len(real)} scenarios")
+        before = known.load(where, chosen, new.model.multiprocessors)
+        kept = known.save(known.merged(new, before), where, chosen)
     if as_json:
         typer.echo(json.dumps(to_json(found, judged, facts), default=str))
         return
@@ -98,7 +104,7 @@ def run_c3(
     for said, path in (
         ("The results are in", out),
         ("The picture is", plot),
-        ("The model is kept in", kept if learn else None),
+        ("The model is kept in", kept),
     ):
         if path is not None:
             typer.echo(f"{said} {path}.")

@@ -168,7 +168,10 @@ class CudaFabric(Fabric):
         return bounded_grids(multiprocessors, self.device)
 
     def divide(self, multiprocessors: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Streams of two green contexts that share no SM: the first with so many SMs, the second with the others."""
+        """Streams of two green contexts that share no SM: the first with so many SMs, the second with the others.
+
+        The second is split off and rounded up by the driver, in steps of 8 SMs on Hopper.
+        """
         if self.shares_device:
             reason = "ranks share this GPU, and MPS and green contexts exclude each other"
             raise errors.StrategyUnavailable(

@@ -22,13 +22,15 @@ from ..fabric.registry import as_group, named
 from ..ops.bags import POOLINGS, Shard
 from ..ops.embedding_all_to_all import embedding_all_to_all
 from ..ops.embedding_gradients import RowOptimizer
-from ..ops.embedding_inputs import distribute
+from ..ops.embedding_inputs import agree, distribute
 from ..ops.operands import check_dtype
 from ..plan.bags import Layout, Piece
 from ..plan.placement import Table, place
 
 if TYPE_CHECKING:
     from .sharded import AnyGroup
+
+_BLOCK = 1 << 14  # rows whose first numbers are made together
 
 
 class ShardedEmbeddingBag(torch.nn.Module):
@@ -78,11 +80,22 @@ class ShardedEmbeddingBag(torch.nn.Module):
             raise InvalidArgument(argument="placement", was=f"of tables {found}", must=f"of {wanted}, as tables says")
 
     def _first(self, piece: Piece, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Uniform within 1/sqrt(rows), as DLRM begins; the same numbers whatever the placement."""
+        """Uniform within 1/sqrt(rows), as DLRM begins; the same numbers whatever the placement.
+
+        Block by block of rows, each seeded by itself: no rank makes more than a block of what it does not hold.
+        """
         table = self.tables[piece.table]
-        generator = torch.Generator().manual_seed(torch.initial_seed() % (1 << 62) + piece.table)
-        whole = torch.empty(table.rows, table.dim).uniform_(-1, 1, generator=generator) * table.rows**-0.5
-        return _cut(whole, piece).to(device, dtype).contiguous()
+        found = torch.empty(piece.rows, piece.dim, dtype=dtype, device=device)
+        last = piece.first_row + piece.rows
+        columns = slice(piece.first_column, piece.first_column + piece.dim)
+        for block in range(piece.first_row // _BLOCK, -(-last // _BLOCK)):
+            first = block * _BLOCK
+            seed = hash((torch.initial_seed(), piece.table, block)) % (1 << 62)  # integers: everywhere the same
+            rows = torch.empty(min(_BLOCK, table.rows - first), table.dim)
+            rows.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed)).mul_(table.rows**-0.5)
+            begin, end = max(first, piece.first_row), min(first + len(rows), last)
+            found[begin - piece.first_row : end - piece.first_row] = rows[begin - first : end - first, columns]
+        return found
 
     def forward(
         self,
@@ -94,7 +107,8 @@ class ShardedEmbeddingBag(torch.nn.Module):
     ) -> torch.Tensor:
         """This rank's samples of all features, feature-major -> [samples, sum of dims]; `by_table` splits it.
 
-        Or one KeyedJaggedTensor of torchrec. `batches`: samples of each rank, if they are known; else ranks tell.
+        Or one KeyedJaggedTensor of torchrec. `batches`: samples of each rank, to be checked; ranks tell each other in
+        any case. `weights` on all ranks or on none, of one dtype; no gradients come back to them.
         """
         if hasattr(values, "keys") and hasattr(values, "lengths"):
             weights, lengths = values.weights_or_none(), values.lengths()
@@ -108,12 +122,9 @@ class ShardedEmbeddingBag(torch.nn.Module):
         if lengths is None:
             assert offsets is not None
             lengths = offsets[1:] - offsets[:-1]
-        group, count = named(self.group_name), len(self.tables)
-        if lengths.numel() % count:
-            must = f"of as many bags for each of {count} tables"
-            raise InvalidArgument(argument="lengths", was=f"of {lengths.numel()} elements", must=must)
-        sizes = batches if batches is not None else group.exchange(lengths.numel() // count, "samples of each rank")
-        values, lengths, weights = distribute(group.fabric, lengths, values, weights, self.layout, sizes)
+        group = named(self.group_name)
+        sizes, index = agree(group, lengths, values, weights, len(self.tables), batches)
+        values, lengths, weights = distribute(group.fabric, lengths, values, weights, self.layout, sizes, index)
         shards = [
             Shard(weight, piece.table, piece.first_row, piece.first_column)
             for weight, piece in zip(self.pieces, self.layout.held[self.rank], strict=True)

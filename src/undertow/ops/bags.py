@@ -90,6 +90,16 @@ def check_tables(tables: Sequence[torch.Tensor | Shard], device: torch.device) -
             raise InvalidArgument(argument=name, was=f"strided {tuple(one.stride())}", must="of contiguous rows")
 
 
+def check_apart(tables: Sequence[torch.Tensor]) -> None:
+    """Each once: steps of rows are taken table by table, each with its own state and its part of the gradient."""
+    seen: dict[int, int] = {}
+    for number, one in enumerate(tables):
+        first = seen.setdefault(one.data_ptr(), number) if one.numel() else number
+        if first != number:
+            must = "a table of its own where an optimizer steps rows"
+            raise InvalidArgument(argument=f"tables[{number}]", was=f"the memory of tables[{first}]", must=must)
+
+
 def pieces_of(tables: Sequence[torch.Tensor | Shard], first: int) -> list[list[int]]:
     """Each as the numbers of a `Piece`; plain tensors are whole tables numbered from `first` on."""
     found = []
@@ -168,7 +178,7 @@ def pool(bags: Bags, first: int, count: int, into: torch.Tensor) -> None:
         bounds = bags.offsets[start : start + count + 1]
         part = slice(int(bounds[0]), int(bounds[-1]))
         values, offsets = bags.values[part], (bounds - bounds[0]).to(bags.values.dtype)
-        weights = None if bags.weights is None else bags.weights[part].to(table.dtype)
+        weights = None if bags.weights is None else bags.weights[part]
         into[:, column : column + piece.dim] = _pooled(table, piece, values, offsets, weights, bags.pooling)
         column += piece.dim
 
@@ -189,23 +199,18 @@ def _pooled(
     weights: torch.Tensor | None,
     pooling: str,
 ) -> torch.Tensor:
-    """By torch. Rows that others hold count nothing in the sum, but count in the mean's number."""
-    local = values - piece.first_row if piece.first_row else values
-    elsewhere = (local < 0) | (local >= piece.rows)
-    partial = bool(elsewhere.any())
-    if partial:
-        kept = (~elsewhere).to(table.dtype)
-        weights = kept if weights is None else torch.where(elsewhere, 0, weights)
-        local = torch.where(elsewhere, 0, local)
-        if piece.rows == 0:
-            return table.new_zeros(len(offsets) - 1, piece.dim)
-    mode = "sum" if weights is not None else pooling
-    found = torch.nn.functional.embedding_bag(
-        local, table, offsets, mode=mode, per_sample_weights=weights, include_last_offset=True
-    )
-    if mode != pooling:
-        found /= (offsets[1:] - offsets[:-1]).clamp(min=1).to(found.dtype)[:, None]
-    return found
+    """Halves, by torch: [bags, dim] in fp32, as the caller rounds once. Rows that others hold count nothing in the sum,
+    but count in the mean's number.
+    """
+    local = values.long() - piece.first_row
+    here = (local >= 0) & (local < piece.rows)
+    lengths = (offsets[1:] - offsets[:-1]).long()
+    bag = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=len(local))
+    rows = table.detach()[local[here]].float()
+    if weights is not None:
+        rows *= weights.detach()[here, None].float()
+    found = torch.zeros(len(lengths), piece.dim).index_add_(0, bag[here], rows)
+    return found / lengths.clamp(min=1)[:, None] if pooling == "mean" else found
 
 
 def add_up(whole: torch.Tensor, layout: Layout) -> torch.Tensor:

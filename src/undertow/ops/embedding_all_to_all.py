@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -31,6 +31,7 @@ from .bags import (
     POOLINGS,
     Bags,
     Shard,
+    check_apart,
     check_bags,
     check_tables,
     offsets_of,
@@ -43,6 +44,7 @@ from .embedding_gradients import Backward, Lookup, RowOptimizer
 from .embedding_run import pool_all, run
 from .explain import explain
 from .operands import dtype_name
+from .telling import tell
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -85,10 +87,18 @@ def reference(
 def embedding_layout(tables: Tables, group: Group | dist.ProcessGroup | DeviceMesh | str | None = None) -> Layout:
     """Who holds what, told to each other once. Collective; a call that is given it need not ask again."""
     on = as_group(group)
-    check_tables(tables, on.device)
-    dtype = dtype_name(tables_of(tables)[0]) if tables else ""
-    shards = bool(tables) and isinstance(tables[0], Shard)
-    told = on.exchange([dtype, shards, pieces_of(tables, 0)], "which tables ranks hold")
+    try:
+        check_tables(tables, on.device)
+    except InvalidArgument as error:
+        return _layout(tables, on, error)
+    return _layout(tables, on, None)
+
+
+def _layout(tables: Tables, on: Group, trouble: InvalidArgument | None) -> Layout:
+    mine: list[Any] = ["", False, []]
+    if tables and trouble is None:
+        mine = [dtype_name(tables_of(tables)[0]), isinstance(tables[0], Shard), pieces_of(tables, 0)]
+    told = tell(on, mine, trouble, "which tables ranks hold")
     holders = [rank for rank, (name, _, _) in enumerate(told) if name]
     if not holders:
         raise InvalidArgument(argument="tables", was="empty on all ranks", must="of at least one rank")
@@ -126,20 +136,20 @@ def embedding_all_to_all(
 
     Exactly one of `offsets` (one more than bags) and `lengths`. `weights`: one for each value, "mean" divides by the
     number of values all the same. `batches`: samples of each rank, None for B cut by torch.tensor_split. `layout`, from
-    `embedding_layout`, and `batches` spare ranks from telling each other in every call.
+    `embedding_layout`, and `batches` spare ranks from telling each other in every call under torch.no_grad().
 
     Gradients (`embedding_gradients.py`): of tables dense, or `sparse`; divided by the number of ranks if TorchRec's
-    convention is wanted; or none, and an `optimizer` steps rows in the backward pass. As the backward pass exchanges
-    gradients, either all ranks ask for some or none does: a rank without tables takes part, too.
+    convention is wanted; or none, and an `optimizer` steps rows in the backward pass. The backward pass exchanges
+    gradients, so if one rank asks for some, all have a backward pass, whatever their own tables want; if none does, no
+    rank has. torch.no_grad() is for all ranks or for none.
 
     On a GPU the indices are looked at only under UNDERTOW_CHECK=1; one out of range reads nothing and counts as absent.
     """
     on = as_group(group)
-    bags, found, sizes = arguments(tables, values, offsets, lengths, weights, pooling, batches, layout, on)
-    wanted = any(one is not None and one.requires_grad for one in (*bags.tables, weights))
-    if not torch.is_grad_enabled() or not (wanted or optimizer is not None or not bags.tables):
+    given = _Given(tables, values, offsets, lengths, weights, pooling, batches, optimizer, out)
+    bags, found, sizes, wanted = arguments(given, layout, on)
+    if not wanted:
         return call(bags, found, sizes, on, strategy, plan, out)
-    refuse_in_place(out=out)
     divisor = on.size if divide_gradients else 1
 
     def forward() -> tuple[torch.Tensor, str]:
@@ -153,56 +163,116 @@ def embedding_all_to_all(
     return Lookup.apply(backward, anchor, weights, *bags.tables)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def arguments(
-    tables: Tables,
-    values: torch.Tensor,
-    offsets: torch.Tensor | None,
-    lengths: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    pooling: str,
-    batches: Sequence[int] | None,
-    layout: Layout | None,
-    on: Group,
-) -> tuple[Bags, Layout, tuple[int, ...]]:
-    """All arguments checked, and what ranks tell each other. A rank whose own are wrong tells it before it raises."""
-    if pooling not in POOLINGS:
-        raise InvalidArgument(argument="pooling", was=repr(pooling), must=f"one of {', '.join(POOLINGS)}")
-    check_tables(tables, on.device)
-    if values.device != on.device:
-        raise InvalidArgument(argument="values", was=f"on {values.device}", must=f"on {on.device}")
-    places = offsets_of(values, offsets, lengths, weights)
-    name = "offsets" if offsets is not None else "lengths"
+class _Given(NamedTuple):
+    """What the caller gave, on this rank."""
+
+    tables: Tables
+    values: torch.Tensor
+    offsets: torch.Tensor | None
+    lengths: torch.Tensor | None
+    weights: torch.Tensor | None
+    pooling: str
+    batches: Sequence[int] | None
+    optimizer: RowOptimizer | None
+    out: torch.Tensor | None
+
+    @property
+    def name(self) -> str:
+        """Of the argument that says how many bags there are."""
+        return "offsets" if self.offsets is not None else "lengths"
+
+    @property
+    def wants(self) -> bool:
+        """Whether this rank asks for gradients, or for steps in their place."""
+        asking = (*tables_of(self.tables), self.weights)
+        return self.optimizer is not None or any(one is not None and one.requires_grad for one in asking)
+
+
+def arguments(given: _Given, layout: Layout | None, on: Group) -> tuple[Bags, Layout, tuple[int, ...], bool]:
+    """All arguments checked, the samples of each rank, and whether any rank wants gradients: then all take part.
+
+    Where ranks tell each other anything (always, but under torch.no_grad() with `layout` and `batches`), a rank whose
+    own arguments are wrong tells it before it raises.
+    """
+    trouble, places = None, given.values
+    try:
+        places = _places(given, on)
+    except InvalidArgument as error:
+        trouble = error
     if layout is None:
-        layout = embedding_layout(tables, on)
-    mine = pieces_of(tables, layout.held[on.rank][0].table if layout.held[on.rank] else 0)
-    if tuple(Piece(*one) for one in mine) != layout.held[on.rank]:
-        was = f"of pieces {mine}"
-        raise InvalidArgument(argument="tables", was=was, must=f"those of the layout, {list(layout.held[on.rank])}")
-    bag_count, count = places.numel() - 1, len(tables)
+        layout, trouble = _layout(given.tables, on, trouble), None
+    samples = None
+    try:
+        if trouble is None:
+            samples = _samples(given, places, layout, on)
+    except InvalidArgument as error:
+        trouble = error
+    sizes = None if given.batches is None else tuple(map(int, given.batches))
+    if sizes is None or torch.is_grad_enabled():
+        wants = torch.is_grad_enabled() and trouble is None and given.wants
+        told = tell(on, [samples, wants, given.out is not None], trouble, "samples, and who wants gradients")
+    elif trouble is not None:
+        raise trouble
+    else:
+        told = []
+    sizes = _cut([one for one, _, _ in told], given.name, on) if sizes is None else sizes
+    wanted = any(wants for _, wants, _ in told)
+    if wanted:
+        rank = next((rank for rank, (_, _, in_place) in enumerate(told) if in_place), on.rank)
+        refuse_in_place(**{"out" if rank == on.rank else f"out of rank {rank}": told[rank][2] or None})
+    return _bags(given, places, layout, on, sum(sizes)), layout, sizes, wanted
+
+
+def _places(given: _Given, on: Group) -> torch.Tensor:
+    """The offsets; checks what needs no layout."""
+    if given.pooling not in POOLINGS:
+        raise InvalidArgument(argument="pooling", was=repr(given.pooling), must=f"one of {', '.join(POOLINGS)}")
+    check_tables(given.tables, on.device)
+    if given.optimizer is not None:
+        check_apart(tables_of(given.tables))
+    if given.values.device != on.device:
+        raise InvalidArgument(argument="values", was=f"on {given.values.device}", must=f"on {on.device}")
+    return offsets_of(given.values, given.offsets, given.lengths, given.weights)
+
+
+def _samples(given: _Given, places: torch.Tensor, layout: Layout, on: Group) -> int | None:
+    """Of every table; None on a rank without tables. Checks all that the layout tells."""
+    held, count = layout.held[on.rank], len(given.tables)
+    mine = pieces_of(given.tables, held[0].table if held else 0)
+    if tuple(Piece(*one) for one in mine) != held:
+        raise InvalidArgument(argument="tables", was=f"of pieces {mine}", must=f"those of the layout, {list(held)}")
+    if count and (dtype := dtype_name(tables_of(given.tables)[0])) != layout.dtype:
+        raise InvalidArgument(argument="tables", was=f"of {dtype}", must=f"of {layout.dtype}, as the layout says")
+    bag_count = places.numel() - 1
     if bag_count % max(1, count) or (count == 0 and bag_count):
         must = f"as many for each of the {count} tables"
-        raise InvalidArgument(argument=name, was=f"for {bag_count} bags", must=must)
+        raise InvalidArgument(argument=given.name, was=f"for {bag_count} bags", must=must)
     samples = bag_count // count if count else None
-    sizes = _batches(batches, samples, name, on)
-    bags = Bags(tables_of(tables), layout.held[on.rank], values.contiguous(), places.contiguous(), weights, pooling,
-                sum(sizes))  # fmt: skip
+    if given.batches is not None:
+        _check_batches(given, samples, on)
     if on.device.type == "cpu" or settings.CHECK.is_on():
-        check_bags(bags, layout)
-    return bags, layout, sizes
+        check_bags(_bags(given, places, layout, on, samples or 0), layout)
+    return samples
 
 
-def _batches(batches: Sequence[int] | None, samples: int | None, name: str, on: Group) -> tuple[int, ...]:
+def _bags(given: _Given, places: torch.Tensor, layout: Layout, on: Group, samples: int) -> Bags:
+    weights = None if given.weights is None else given.weights.contiguous()  # kernels know no strides
+    return Bags(tables_of(given.tables), layout.held[on.rank], given.values.contiguous(), places.contiguous(), weights,
+                given.pooling, samples)  # fmt: skip
+
+
+def _check_batches(given: _Given, samples: int | None, on: Group) -> None:
+    sizes = tuple(map(int, given.batches or ()))
+    if len(sizes) != on.size or min(sizes) < 0:
+        must = f"{on.size} counts of at least 0"
+        raise InvalidArgument(argument="batches", was=str(list(sizes)), must=must)
+    if samples is not None and sum(sizes) != samples:
+        must = f"for {sum(sizes)} samples of every table, as batches says"
+        raise InvalidArgument(argument=given.name, was=f"for {samples} samples of every table", must=must)
+
+
+def _cut(told: Sequence[int | None], name: str, on: Group) -> tuple[int, ...]:
     """Samples of each rank. Those of the bags must be the same on all ranks that hold tables."""
-    if batches is not None:
-        sizes = tuple(map(int, batches))
-        if len(sizes) != on.size or min(sizes) < 0:
-            must = f"{on.size} counts of at least 0"
-            raise InvalidArgument(argument="batches", was=str(list(sizes)), must=must)
-        if samples is not None and sum(sizes) != samples:
-            must = f"for {sum(sizes)} samples of every table, as batches says"
-            raise InvalidArgument(argument=name, was=f"for {samples} samples of every table", must=must)
-        return sizes
-    told = on.exchange(samples, "how many samples there are")
     known = {one for one in told if one is not None}
     if len(known) > 1:
         first = next(rank for rank, one in enumerate(told) if one is not None)

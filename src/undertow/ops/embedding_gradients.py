@@ -18,7 +18,7 @@ once with its whole gradient g.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -78,7 +78,13 @@ def _together(rows: torch.Tensor, parts: torch.Tensor) -> tuple[torch.Tensor, to
 def gather_gradient(
     fabric: Fabric, lane_name: str, dy: torch.Tensor, layout: Layout, batches: Sequence[int]
 ) -> torch.Tensor:
-    """G_r: this rank's columns of every rank's dy. Collective, over that lane."""
+    """G_r: this rank's columns of every rank's dy. Collective, over that lane; a call as the forward pass is."""
+    same = f"{layout.width} columns, batches {list(batches)}, {layout.dtype}"
+    with fabric.group.call("gradients of embedding_all_to_all", same, f"serial:{lane_name}"):
+        return _gather(fabric, lane_name, dy, layout, batches)
+
+
+def _gather(fabric: Fabric, lane_name: str, dy: torch.Tensor, layout: Layout, batches: Sequence[int]) -> torch.Tensor:
     rank, lane = fabric.group.rank, fabric.lane(lane_name)
     columns = [_own_columns(layout, source) for source in range(len(layout.held))]
     width = layout.sent[rank]
@@ -186,14 +192,22 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Backward, anchor: torch.Tensor, weights: Any, *tables: torch.Tensor) -> torch.Tensor:
         ctx.call = call
+        bags = call.bags
+        # Autograd sees whether they were changed in place. Of tables only weights' gradients need the numbers; those
+        # that an optimizer steps are changed by another call's backward pass, and on purpose.
+        held = bags.tables if ctx.needs_input_grad[2] and call.optimizer is None else ()
+        ctx.save_for_backward(bags.values, bags.offsets, bags.weights, *held)
         y, ctx.lane = call.forward()
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         call: Backward = ctx.call
-        bags = call.bags
         gathered = gather_gradient(call.fabric, ctx.lane, gradients[0].contiguous(), call.layout, call.batches)
+        # After the exchange: what was changed in place ends this rank's backward pass, and others wait for nothing.
+        values, offsets, weights, *held = ctx.saved_tensors
+        tables = tuple(held) or call.bags.tables
+        bags = replace(call.bags, values=values, offsets=offsets, weights=weights, tables=tables)
         for_weights = None
         if ctx.needs_input_grad[2]:
             for_weights = weight_gradients(bags, gathered, call.divisor)

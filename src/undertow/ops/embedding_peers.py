@@ -2,8 +2,9 @@
 
 **Places.** Each rank has a few places for results in symmetric memory. The tensor that a call returns *is* such a
 place: nothing is copied after the last peer has stored. A place is leased to that tensor and free again when its memory
-is; if none can be leased (the caller keeps old results), the result is copied out of the last place. Which place a
-result goes to is the destination's own choice, told to the sources in a word:
+is; if none can be leased (the caller keeps old results), the result is copied out of the last place. So is that of a
+captured call: its replays write to the same place whenever they like, which nobody else's result may stand on. Which
+place a result goes to is the destination's own choice, told to the sources in a word:
 
     destination d:  choice[d, parcel] at every source s := 1 + place      (releases: what read the place before is done)
     source s:       wait for choice[d, parcel] of all its slices, kernel  (acquires; the kernel reads the words itself)
@@ -81,11 +82,14 @@ class Exchange:
     def take(self, layout: Layout, batches: Sequence[int], like: torch.Tensor) -> Result:
         """A place for a call's result. Collective where the places have to grow."""
         size = like.element_size()
-        distance = -(-max(1, max(batches) * layout.room * size) // _ALIGNMENT) * _ALIGNMENT
-        space = self._fabric.workspace("embedding results", _PLACES * distance)
+        room = -(-max(1, max(batches) * layout.room * size) // _ALIGNMENT) * _ALIGNMENT
+        space = self._fabric.workspace("embedding results", _PLACES * room)
+        # By the workspace, which all shapes share, not by this call's shape: a place must not reach into another one's.
+        distance = space.nbytes // _PLACES // _ALIGNMENT * _ALIGNMENT
         base = [space.address(one) for one in range(self._size)]
         mine, rows = base[self._rank], batches[self._rank]
-        place = next((one for one in range(_PLACES - 1) if self._is_free(mine, one)), _PLACES - 1)
+        leasable = range(0 if torch.cuda.is_current_stream_capturing() else _PLACES - 1)
+        place = next((one for one in leasable if self._is_free(mine, one)), _PLACES - 1)
         nbytes = rows * layout.room * size
         if nbytes == 0:
             return Result(self, base, distance, place, layout, like.new_empty(rows, layout.room))

@@ -95,7 +95,9 @@ def _key(problem: Problem) -> Key:
     if problem.operator == "matmul_all_to_all":
         rows = (max(0, problem.m - 1).bit_length(), problem.m == 0)
     n, k = problem.n, problem.k
-    if problem.operator == "all_gather_matmul":
+    if problem.operator == EMBEDDING:
+        k = 0  # how long bags are on this rank, in this call: no rank can tell it of the others
+    elif problem.operator == "all_gather_matmul":
         n = _octave(n)
     else:
         k = _octave(k)

@@ -72,6 +72,7 @@ class Layout:
         if sorted(self._dims) != list(range(len(self._dims))):
             was = f"numbered {sorted(self._dims)}"
             raise InvalidArgument(argument="tables", was=was, must="numbered 0, 1, 2, ... over all ranks")
+        heights: dict[int, int] = {}
         for (table, first), found in self._holders.items():
             reached = 0
             for _, piece in sorted(found, key=lambda one: (one[1].first_row, one[1].rows)):
@@ -80,6 +81,9 @@ class Layout:
                     must = "made of pieces that meet without gap or overlap"
                     raise InvalidArgument(argument=f"table {table}", was=was, must=must)
                 reached += piece.rows
+            if reached != heights.setdefault(table, reached):
+                was = f"of {reached} rows at column {first}"
+                raise InvalidArgument(argument=f"table {table}", was=was, must=f"of {heights[table]} in all columns")
 
     @cached_property
     def _dims(self) -> dict[int, set[tuple[int, int]]]:

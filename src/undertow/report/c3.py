@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..c3.advise import Question, Side, answer
+from ..c3.advise import Question, Side, answer, preferred
 from ..c3.characterise import PUBLISHED, Result, mean_shares
 from ..c3.knowledge import Knowledge, halves, held_out
 from ..c3.strategies import Place
@@ -105,11 +105,8 @@ def pick(result: Result, knowledge: Knowledge) -> str:
         (lane,),
     )
     predicted = answer(asked).predicted
-    known = {
-        name: predicted[f"{name}:{lane}"] for name in (*result.together, "serial") if f"{name}:{lane}" in predicted
-    }
-    best = min(known, key=known.__getitem__)
-    return "base" if "base" in known and known["base"] <= known[best] * 1.01 else best
+    measured = [f"{name}:{lane}" for name in (*result.together, "serial")]
+    return preferred({name: predicted[name] for name in measured if name in predicted}).removesuffix(f":{lane}")
 
 
 def to_json(results: Sequence[Result], judged: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
