@@ -12,6 +12,7 @@ import undertow as ut
 from undertow import collective as co
 from undertow.collective import operators, tables
 from undertow.collective.language import Trace
+from undertow.fabric.placement import Placement
 
 
 @co.program("all_reduce", chunks=2)
@@ -30,7 +31,17 @@ def chosen(collective: str, nbytes: int) -> str:
     """The program that such a call runs."""
     group = ut.init()
     kind = operators._kind(
-        collective, (nbytes // 4,), torch.float32, True, "sum", None, 0, "cpu", group.nodes, tables.of(group)
+        collective,
+        (nbytes // 4,),
+        torch.float32,
+        True,
+        "sum",
+        None,
+        0,
+        "cpu",
+        group.nodes,
+        tables.of(group),
+        Placement(),
     )
     return kind.program.name
 

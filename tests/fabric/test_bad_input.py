@@ -194,9 +194,7 @@ def test_the_flight_ring_of_a_launcher_that_is_gone(monkeypatch: pytest.MonkeyPa
 
 def test_arguments_are_named_with_what_they_were_and_must_be() -> None:
     (found,) = ut.launch(targets.arguments, 1, device="cpu", deadline=20)
-    possible = ", ".join(
-        f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled") for lane in ("net", "peer", "dma")
-    )
+    possible = ", ".join(f"{grain}:{lane}" for grain in ("signaled", "serial") for lane in ("peer", "dma", "net"))
     strategies = 'must be "auto", a grain (serial, chunked, signaled, fused) or "grain:lane" with lanes net, peer, dma.'
     assert found == {
         "before init": "NotInitialised: This call needs a group; call undertow.init() first.",
@@ -213,9 +211,9 @@ def test_arguments_are_named_with_what_they_were_and_must_be() -> None:
         ),
         "unknown strategy": f"InvalidArgument: strategy is 'fast', but {strategies}",
         "unknown lane": f"InvalidArgument: strategy is 'serial:tube', but {strategies}",
-        "absent grain": (
-            "StrategyUnavailable: Strategy 'fused:peer' is not available: this operator has no fused form;"
-            f" possible here: {possible}."
+        "fused over engines": (
+            "StrategyUnavailable: Strategy 'fused:dma' is not available: whoever computes a tile stores it into another"
+            f" rank's memory, which is lane peer; possible here: {possible}."
         ),
         "plan for other rows": (
             "InvalidArgument: plan is made for parcels [(0, 2), (2, 5)], but must be made for 4 rows."

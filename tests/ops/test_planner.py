@@ -155,7 +155,7 @@ class FakeGroup:
 
     def __init__(self) -> None:
         self.rank, self.size, self.name, self.calls = 0, 2, "fake", 0
-        self.local_ranks, self.nodes = (0, 1), (0, 0)
+        self.local_ranks, self.nodes, self.process_group = (0, 1), (0, 0), None
         self.device = torch.device("cpu")
         self.fabric = SimpleNamespace(
             kept={}, lanes=lambda: dict.fromkeys(("net", "peer", "dma"), ""), settle=lambda: None, multiprocessors=1,
