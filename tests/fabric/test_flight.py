@@ -174,6 +174,15 @@ def test_flight_records_are_files_of_which_20_stay(segment: Segment, tmp_path: P
     assert write_flight_record(tmp_path / "one.json", rings, "named") == tmp_path / "one.json"
 
 
+def test_names_of_flight_records_sort_by_time_across_a_full_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readings = iter([1_000_000_000_999_999_999, 1_000_000_001_000_000_001])
+    monkeypatch.setattr(time, "time_ns", lambda: next(readings))
+    files = [write_flight_record(tmp_path, {}, cause) for cause in ("before", "after")]
+    assert files == sorted(files)
+
+
 def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for setting in (settings.FLIGHT_DIR, settings.CACHE_DIR):
         monkeypatch.delenv(setting.name, raising=False)

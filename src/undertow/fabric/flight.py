@@ -153,8 +153,10 @@ def write_flight_record(where: str | Path | None, rings: Mapping[int, FlightRing
     folder = target.parent if is_file else target
     folder.mkdir(parents=True, exist_ok=True)
     if not is_file:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        target = folder / f"flight-{stamp}-{time.time_ns() % 10**9:09d}-{os.getpid()}.json"
+        # One reading of the clock, in UTC, so that the names sort as the records were written.
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(seconds))
+        target = folder / f"flight-{stamp}-{nanoseconds:09d}-{os.getpid()}.json"
     ranks = [
         {"rank": rank, "pid": ring.pid, "left": ring.has_left, "calls": ring.calls, "records": ring.records()}
         for rank, ring in sorted(rings.items())
