@@ -16,7 +16,7 @@ from undertow.collective.cpu_runtime import CpuExecutable
 from undertow.collective.language import Trace
 from undertow.errors import UndertowError
 from undertow.fabric import timeline
-from undertow.fabric.atomics import add, load
+from undertow.fabric.atomics import load, signal_add
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.int8)
 
@@ -191,7 +191,7 @@ def kernels_hooked() -> dict[str, Any]:
     group.barrier()
     early = bool(torch.isfinite(out).any())
     mine.fill_(rank + 1)
-    add(parcels.ctypes.data, 1)
+    signal_add(parcels.ctypes.data, 1)
     stream.join()
     consumer.join()
     return {"early": early, "arrived": arrived, "tiles": [int(one) for one in tiles[::32]]}
@@ -219,7 +219,7 @@ def parcels_overlap() -> dict[str, Any]:
     order = []
     for chunk in range(4):
         tensor[chunk * 100 : (chunk + 1) * 100] = group.rank + 1 + chunk
-        add(parcels.ctypes.data + 128 * chunk, 1)
+        signal_add(parcels.ctypes.data + 128 * chunk, 1)
         deadline = time.monotonic() + 20
         while load(tiles.ctypes.data + 128 * chunk) < 1 and time.monotonic() < deadline:
             time.sleep(0.0005)

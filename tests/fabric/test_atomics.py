@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Callable
 
 import numba
 import numpy as np
@@ -32,15 +33,31 @@ def test_every_look_at_a_signal_acquires(function: object) -> None:
 
 
 def test_the_copy_comes_before_the_release() -> None:
-    text = llvm(atomics.copy_then_add)
-    copies, signals = positions(text, r"call void @llvm\.memcpy"), positions(text, r"atomicrmw add .* release")
+    text = llvm(atomics.copy_then_signal)
+    copies, signals = positions(text, r"call void @llvm\.memcpy"), positions(text, r"atomicrmw add .* seq_cst")
     assert len(copies) == len(signals) >= 1
     assert all(copy < release for copy, release in zip(copies, signals, strict=True))
 
 
-def test_store_add_and_exchange_release() -> None:
+@pytest.mark.parametrize("function", [atomics.signal_set, atomics.signal_add])
+def test_a_signal_is_changed_before_the_count_of_sleepers_is_read(function: object) -> None:
+    text = llvm(function)
+    changes = positions(text, r"atomicrmw (xchg|add) .* seq_cst")
+    looks = positions(text, r"load atomic i32, .* seq_cst")
+    wakes = positions(text, r"call i64 .*@syscall")
+    assert len(changes) == len(looks) == len(wakes) >= 1
+    assert all(change < look < wake for change, look, wake in zip(changes, looks, wakes, strict=True))
+
+
+def test_a_sleeper_counts_itself_before_it_looks_again() -> None:
+    text = llvm(atomics.wait)
+    counts, looks = positions(text, r"atomicrmw add .* seq_cst"), positions(text, r"load atomic i32, .* seq_cst")
+    sleeps = positions(text, r"call i64 .*@syscall")
+    assert counts[0] < looks[0] < sleeps[0] < counts[-1]
+
+
+def test_store_and_exchange_release() -> None:
     assert positions(llvm(atomics.store), r"store atomic i32 .* release")
-    assert positions(llvm(atomics.add), r"atomicrmw add .* release")
     assert positions(llvm(atomics.compare_and_set), r"cmpxchg .* acq_rel acquire")
 
 
@@ -63,16 +80,16 @@ def words(*values: int) -> tuple[np.ndarray, list[int]]:
 )
 def test_comparison_is_cyclic(seen: int, target: int, reached: bool) -> None:
     _keep, (signal, abort) = words(seen, 0)
-    assert (atomics.wait(signal, target, abort) == atomics.ARRIVED) == reached
+    assert (atomics.wait(signal, target, abort, atomics.SPINS) == atomics.ARRIVED) == reached
 
 
 def test_a_slice_is_short_and_an_abort_ends_it() -> None:
     array, (signal, abort) = words(0, 0)
     began = time.perf_counter()
-    assert atomics.wait(signal, 1, abort) == atomics.SLICE_OVER
+    assert atomics.wait(signal, 1, abort, atomics.SPINS) == atomics.SLICE_OVER
     assert time.perf_counter() - began < 0.5  # 50 ms wanted; a busy machine may take longer
     array[1, 0] = 1
-    assert atomics.wait(signal, 1, abort) == atomics.ABORTED
+    assert atomics.wait(signal, 1, abort, atomics.SPINS) == atomics.ABORTED
 
 
 def test_waiting_lets_other_threads_run() -> None:
@@ -85,9 +102,40 @@ def test_waiting_lets_other_threads_run() -> None:
 
     thread = threading.Thread(target=later)
     thread.start()
-    while atomics.wait(signal, 1, abort) != atomics.ARRIVED:
+    while atomics.wait(signal, 1, abort, atomics.SPINS) != atomics.ARRIVED:
         pass
     thread.join()
+
+
+@pytest.mark.parametrize("function", [atomics.signal_set, atomics.signal_add])
+def test_whoever_sleeps_is_woken(function: Callable[[int, int], object]) -> None:
+    """By the writer, not by the clock: over many sleeps, far less time passes than a sleeper takes by itself."""
+    _keep, (signal, answer, abort) = words(0, 0, 0)
+    rounds = 200
+
+    def answering() -> None:
+        for number in range(1, rounds + 1):
+            while atomics.wait(signal, number, abort, 0) != atomics.ARRIVED:
+                pass
+            atomics.signal_set(answer, number)
+
+    thread = threading.Thread(target=answering)
+    thread.start()
+    times = []
+    for number in range(1, rounds + 1):
+        began = time.perf_counter()
+        function(signal, number if function is atomics.signal_set else 1)
+        while atomics.wait(answer, number, abort, 0) != atomics.ARRIVED:
+            pass
+        times.append(time.perf_counter() - began)
+    thread.join()
+    assert sorted(times)[rounds // 2] < 1e-3  # tens of microseconds; 2 ms where nobody is woken
+
+
+def test_sleepers_are_counted_and_leave() -> None:
+    array, (signal, abort) = words(0, 0)
+    assert atomics.wait(signal, 1, abort, 0) == atomics.SLICE_OVER
+    assert array[0, atomics.SLEEPERS // 4] == 0
 
 
 def test_compare_and_set() -> None:

@@ -16,7 +16,7 @@ from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
-from ..fabric import atomics, flight_writer
+from ..fabric import flight_writer
 from ..fabric.atomics import add_release, copy_bytes, load_acquire, relax
 from ..fabric.flight_writer import as_pointer
 from .bind import (
@@ -60,7 +60,9 @@ STATE_ROW = 4  # instruction (-1: over), iteration, waits and pieces of it that 
 PAST_ITERATIONS, PAST_CALLS, LOG, STATE_HEADER = 0, 1, 2, 3
 # A log: rows it can hold, rows it holds, then rows of worker, instruction, iteration, start and end in nanoseconds.
 LOG_HEADER, LOG_ROW = 2, 5
+YIELDS = 200
 _SLEEPS = 250
+_SLEEP_MICROSECONDS = 100
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -399,10 +401,10 @@ def run(
             continue
         if load_acquire(np.uintp(abort)) != 0:
             return ABORTED
-        if idle <= spins + atomics.YIELDS:
+        if idle <= spins + YIELDS:
             _sched_yield()
-        elif idle <= spins + atomics.YIELDS + _SLEEPS:
-            _usleep(np.uint32(atomics.SLEEP_MICROSECONDS))
+        elif idle <= spins + YIELDS + _SLEEPS:
+            _usleep(np.uint32(_SLEEP_MICROSECONDS))
         else:
             return SLICE_OVER
 

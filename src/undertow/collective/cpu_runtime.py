@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InvalidArgument, RankLost
-from ..fabric import atomics, timeline
+from ..fabric import timeline
 from ..fabric.base import SymmetricBuffer
 from ..fabric.flight import FlightRing
 from . import cpu_interpreter as interpreter
@@ -44,7 +43,7 @@ OPERATIONS = {"sum": interpreter.SUM, "max": interpreter.MAX, "min": interpreter
 _SPINS_ALONE, _SPINS_CROWDED = 200, 20  # then the core is offered to others: a busy machine may need it
 # Beside a thread that computes: it neither polls nor yields but sleeps at once. Whoever yields on a busy core loses its
 # turn to all others on it, and wakes late when a parcel is there.
-_SPINS_BESIDE = -atomics.YIELDS
+_SPINS_BESIDE = -interpreter.YIELDS
 _LOGGED = 65536  # instructions of a call in a timeline
 _MOST_WORKSPACE = 64 << 20  # bytes of a rank
 _KEPT = 512  # bound programs: sizes may differ from call to call
@@ -88,9 +87,7 @@ class CpuExecutable:
                 self._bases[FIRST_WORKSPACE + rank] = self._workspace.address(rank)
         workers = max(1, len(schedule.workers_of(group.rank))) * schedule.instances
         self._state = np.zeros(interpreter.STATE_HEADER + workers * interpreter.STATE_ROW, np.int64)
-        # A rank may be bound to one core: what counts is how many cores the ranks have together.
-        cores = {core for theirs in group.exchange(sorted(os.sched_getaffinity(0)), "cores") for core in theirs}
-        self._spins = _SPINS_CROWDED if len(group.local_ranks) > len(cores) else _SPINS_ALONE
+        self._spins = _SPINS_CROWDED if group.crowded else _SPINS_ALONE
         if waits_for_kernels(schedule):
             self._spins = _SPINS_BESIDE
 

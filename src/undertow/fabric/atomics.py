@@ -4,8 +4,13 @@ Memory ordering is in the names. A *release* makes every earlier store of this t
 the same word. x86 would forgive a missing one; the generated LLVM says what was asked for, and a test reads it.
 
 Waits spin briefly (two free cores: the word changes within a microsecond), then give the core away (more ranks than
-cores: the writer needs it), then sleep in small steps. They run without the GIL and return after a *slice* of at
-most 50 ms, so that Python can look at Ctrl-C, deadlines and lost ranks in between.
+cores: the writer needs it), then sleep until the writer wakes them. They run without the GIL and return after a *slice*
+of at most 50 ms, so that Python can look at Ctrl-C, deadlines and lost ranks in between.
+
+A *signal* is a word with another one behind it, which counts who sleeps: so a writer makes a system call only if
+somebody does. Sleeper: count itself, look at the signal, sleep unless it has changed since. Writer: change the signal,
+look at the count. Both change first and look then, in one order for all (sequentially consistent), so one of them sees
+the other. A sleeper looks by itself after 2 ms, too, as a word may be written by those who know nothing of this.
 """
 
 from __future__ import annotations
@@ -22,10 +27,14 @@ from numba.extending import intrinsic
 
 ARRIVED, SLICE_OVER, ABORTED = 0, 1, 2
 
-SPINS = 4000  # about 40 us of polling with a pause in between
-YIELDS = 200
-SLEEPS = 250  # of 100 us: the slice ends after at most 50 ms even where the kernel rounds sleeps up
-SLEEP_MICROSECONDS = 100
+SPINS = 4000  # about 40 us of polling with a pause in between, where every rank has a core
+SPINS_CROWDED = 100  # where it has not: whoever is waited for may need this one
+SPINS_A_YIELD = 20
+SLEEPS = 25  # of 2 ms
+SLEEPERS = 4  # bytes from a signal to the count of those who sleep
+_SLEEP_NANOSECONDS = 2_000_000
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1) if platform.system() == "Linux" else -1
+_FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
 
 _RELAX = {"x86_64": "llvm.x86.sse2.pause"}.get(platform.machine(), "")
 
@@ -75,6 +84,36 @@ def add_release(typing_context: Any, address: Any, amount: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def add_in_order(typing_context: Any, address: Any, amount: Any) -> Any:
+    """As `add_release`, and in one order with all others of these: later looks of this thread come after it."""
+
+    def emit(_: Any, builder: Any, values: Any) -> Any:
+        return builder.atomic_rmw("add", values[0], values[1], ordering="seq_cst")
+
+    return _atomic(emit, types.int32, types.int32)(typing_context, address, amount)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exchange_in_order(typing_context: Any, address: Any, value: Any) -> Any:
+    """Set the word and return what it was; ordered as `add_in_order`."""
+
+    def emit(_: Any, builder: Any, values: Any) -> Any:
+        return builder.atomic_rmw("xchg", values[0], values[1], ordering="seq_cst")
+
+    return _atomic(emit, types.int32, types.int32)(typing_context, address, value)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def load_in_order(typing_context: Any, address: Any) -> Any:
+    """As `load_acquire`, in one order with the two above."""
+
+    def emit(_: Any, builder: Any, values: Any) -> Any:
+        return builder.load_atomic(values[0], ordering="seq_cst", align=4)
+
+    return _atomic(emit, types.int32)(typing_context, address)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def exchange_if_equal(typing_context: Any, address: Any, expected: Any, value: Any) -> Any:
     """Replace `expected` by `value` in one step, acquiring and releasing; whether it was `expected`."""
 
@@ -113,7 +152,46 @@ def relax(typing_context: Any) -> Any:
 
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
-_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sleep_while(typing_context: Any, address: Any, seen: Any) -> Any:
+    """Sleep until somebody wakes the sleepers of the word at `address`, 2 ms at most; not if it is not `seen`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        word = ir.IntType(64)
+        if _FUTEX < 0:  # a system without: look again after a short sleep
+            usleep = ir.FunctionType(ir.IntType(32), [ir.IntType(32)])
+            function = cgutils.get_or_insert_function(builder.module, usleep, "usleep")
+            builder.call(function, [ir.Constant(ir.IntType(32), _SLEEP_NANOSECONDS // 1000)])
+            return context.get_dummy_value()
+        timeout = cgutils.alloca_once(builder, ir.ArrayType(word, 2))
+        builder.store(ir.Constant(timeout.type.pointee, [0, _SLEEP_NANOSECONDS]), timeout)
+        _call_futex(builder, values[0], _FUTEX_WAIT, builder.sext(values[1], word), builder.ptrtoint(timeout, word))
+        return context.get_dummy_value()
+
+    return types.void(types.uintp, types.int32), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def wake_all(typing_context: Any, address: Any) -> Any:
+    """End the sleep of all who wait for the word at `address`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        none = ir.Constant(ir.IntType(64), 0)
+        if _FUTEX >= 0:
+            _call_futex(builder, values[0], _FUTEX_WAKE, ir.Constant(ir.IntType(64), _ALL), none)
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), generate
+
+
+def _call_futex(builder: Any, address: Any, operation: int, value: Any, timeout: Any) -> None:
+    """The system call, for memory that processes share."""
+    word = ir.IntType(64)
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(word, [word], var_arg=True), "syscall")
+    number, what, none = (ir.Constant(word, each) for each in (_FUTEX, operation, 0))
+    builder.call(function, [number, address, what, value, timeout, none, none])
 
 
 def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -132,12 +210,6 @@ def store(address: int, value: int) -> None:
     store_release(address, value)
 
 
-@_compiled("int32(uintp, int32)")
-def add(address: int, amount: int) -> Any:
-    """Add to the word at `address`, releasing this thread's earlier stores; what it was before."""
-    return add_release(address, amount)
-
-
 @_compiled("boolean(uintp, int32, int32)")
 def compare_and_set(address: int, expected: int, value: int) -> Any:
     """Replace `expected` by `value` at `address` in one step; whether it was `expected`."""
@@ -150,40 +222,61 @@ def copy(destination: int, source: int, count: int) -> None:
     copy_bytes(destination, source, count)
 
 
+@_compiled("void(uintp, int32)")
+def signal_set(signal: int, value: int) -> None:
+    """Set a signal and wake who waits for it; releases this thread's earlier stores."""
+    exchange_in_order(signal, value)
+    if load_in_order(signal + SLEEPERS) != 0:
+        wake_all(signal)
+
+
+@_compiled("int32(uintp, int32)")
+def signal_add(signal: int, amount: int) -> Any:
+    """Add to a signal and wake who waits for it; releases this thread's earlier stores. What it was before."""
+    before = add_in_order(signal, amount)
+    if load_in_order(signal + SLEEPERS) != 0:
+        wake_all(signal)
+    return before
+
+
 @_compiled("void(uintp, uintp, int64, uintp, int32)")
-def copy_then_add(destination: int, source: int, count: int, signal: int, amount: int) -> None:
-    """Copy `count` bytes, then release-add `amount`: who acquires the signal sees the bytes."""
+def copy_then_signal(destination: int, source: int, count: int, signal: int, amount: int) -> None:
+    """Copy `count` bytes, then `signal_add`: who acquires the signal sees the bytes."""
     copy_bytes(destination, source, count)
-    add_release(signal, amount)
+    signal_add(signal, amount)
 
 
-@_compiled("int32(uintp, int32, uintp)")
-def wait(signal: int, target: int, abort: int) -> Any:
-    """Wait for one slice until the word at `signal` reaches `target` (cyclic compare), acquiring it.
+@_compiled("int32(uintp, int32, uintp, int64)")
+def wait(signal: int, target: int, abort: int, spins: int) -> Any:
+    """Wait for one slice until the signal reaches `target` (cyclic compare), acquiring it; poll `spins` times at first.
 
     Returns ARRIVED, SLICE_OVER or ABORTED (the word at `abort` became non-zero).
     """
-    for _ in range(SPINS):
+    for _ in range(spins):
         if numba.int32(load_acquire(signal) - target) >= 0:
             return ARRIVED
         relax()
-    for _ in range(YIELDS):
+    for _ in range(spins // SPINS_A_YIELD):
         if numba.int32(load_acquire(signal) - target) >= 0:
             return ARRIVED
         _sched_yield()
     for _ in range(SLEEPS):
-        if numba.int32(load_acquire(signal) - target) >= 0:
-            return ARRIVED
         if load_acquire(abort) != 0:
             return ABORTED
-        _usleep(SLEEP_MICROSECONDS)
+        add_in_order(signal + SLEEPERS, 1)
+        seen = load_in_order(signal)
+        if numba.int32(seen - target) < 0:
+            sleep_while(signal, seen)
+        add_in_order(signal + SLEEPERS, -1)
+        if numba.int32(load_acquire(signal) - target) >= 0:
+            return ARRIVED
     return SLICE_OVER
 
 
-@_compiled("int32(uintp, int32, uintp, uintp, uintp, int64)")
-def wait_then_copy(signal: int, target: int, abort: int, destination: int, source: int, count: int) -> Any:
+@_compiled("int32(uintp, int32, uintp, int64, uintp, uintp, int64)")
+def wait_then_copy(signal: int, target: int, abort: int, spins: int, destination: int, source: int, count: int) -> Any:
     """`wait`, then copy `count` bytes if the signal arrived: one call on the latency path."""
-    status = wait(signal, target, abort)
+    status = wait(signal, target, abort, spins)
     if status == ARRIVED:
         copy_bytes(destination, source, count)
     return status

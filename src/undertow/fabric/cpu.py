@@ -19,6 +19,7 @@ from .segment import Segment
 from .share import on_threads
 from .signals import Signals
 from .transfer import destination_address
+from .turns import ask_for_short_turns
 
 if TYPE_CHECKING:
     from .group import Group
@@ -57,7 +58,8 @@ class CpuFabric(Fabric):
         return views, segments
 
     def signals(self, count: int) -> Signals:
-        made = CpuSignals(self.group, self.buffer(count * _WORDS, torch.int32), count)
+        spins = atomics.SPINS_CROWDED if self.group.crowded else atomics.SPINS
+        made = CpuSignals(self.group, self.buffer(count * _WORDS, torch.int32), count, spins)
         self._signals.add(made)
         return made
 
@@ -103,24 +105,25 @@ class CpuFabric(Fabric):
 class CpuSignals(Signals):
     """Counters in a symmetric buffer. x86 or not, the ordering is the one written in `atomics`."""
 
-    def __init__(self, group: Group, words: SymmetricBuffer, count: int) -> None:
+    def __init__(self, group: Group, words: SymmetricBuffer, count: int, spins: int) -> None:
         self.count = count
+        self._spins = spins
         self._group = group
         self._words = words
         self._bases = [words.address(rank) if group.is_local(rank) else 0 for rank in range(group.size)]
         self._abort = group.abort_address
 
     def add(self, rank: int, index: int, amount: int = 1) -> None:
-        atomics.add(self.address(rank, index), amount)
+        atomics.signal_add(self.address(rank, index), amount)
 
     def set(self, rank: int, index: int, value: int) -> None:
-        atomics.store(self.address(rank, index), value)
+        atomics.signal_set(self.address(rank, index), value)
 
     def wait(self, index: int, target: int, sender: int | None = None) -> None:
         mine = self.address(self._group.rank, index)
         began = 0.0
         while True:
-            status = atomics.wait(mine, target, self._abort)
+            status = atomics.wait(mine, target, self._abort, self._spins)
             if status == atomics.ARRIVED:
                 return
             self._group.check()
@@ -138,7 +141,7 @@ class CpuSignals(Signals):
         `add`.
         """
         address = destination_address(buffer, rank, start, source)
-        atomics.copy_then_add(address, source.data_ptr(), source.nbytes, self.address(rank, index), 1)
+        atomics.copy_then_signal(address, source.data_ptr(), source.nbytes, self.address(rank, index), 1)
 
     def take(
         self,
@@ -153,7 +156,7 @@ class CpuSignals(Signals):
         mine = self._group.rank
         address, to, count = destination_address(buffer, mine, start, out), out.data_ptr(), out.nbytes
         word = self.address(mine, index)
-        if atomics.wait_then_copy(word, target, self._abort, to, address, count) != atomics.ARRIVED:
+        if atomics.wait_then_copy(word, target, self._abort, self._spins, to, address, count) != atomics.ARRIVED:
             self.wait(index, target, sender)
             atomics.copy(to, address, count)
 
@@ -187,6 +190,7 @@ class CpuStream(Stream):
         self._thread.start()
 
     def _work(self) -> None:
+        ask_for_short_turns()
         while (work := self._queue.get()) is not None:
             work()
 

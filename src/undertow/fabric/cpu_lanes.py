@@ -21,6 +21,7 @@ from .. import errors, settings
 from . import atomics, timeline
 from .base import Lane, SymmetricBuffer, needed
 from .transfer import destination_address
+from .turns import ask_for_short_turns
 
 if TYPE_CHECKING:
     from .cpu import CpuFabric
@@ -112,6 +113,7 @@ class _Engine:
         self._thread.join()
 
     def _work(self) -> None:
+        ask_for_short_turns()
         while (job := self.jobs.get()) is not None:
             if isinstance(job, threading.Event):
                 job.set()

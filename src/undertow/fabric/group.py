@@ -1,7 +1,8 @@
 """Groups: an ordered set of ranks that share a fabric.
 
-A `Group` wraps a torch ProcessGroup of any backend. Beside it stands a Gloo *control* group of its own for the few
-host-side exchanges (addresses, shapes, timings), so that nothing of ours is ever interleaved with the user's calls.
+A `Group` wraps a torch ProcessGroup of any backend. The few host-side exchanges (addresses, shapes, timings) go over a
+board in shared memory where all ranks stand on one node, else over a Gloo *control* group of its own, so that nothing
+of ours is ever interleaved with the user's calls.
 
 A group fails once: the first cause wins, the abort word is set, every wait of this process on this group returns,
 and each later call raises the same error.
@@ -24,10 +25,12 @@ import torch.distributed as dist
 
 from .. import errors, settings
 from . import meeting, node, sharers, watchdog
+from .board import Board
 from .calls import Bracket, Call
 from .flight import FlightRing
 from .heartbeat import PERIOD, SILENCE, Heartbeat
 from .logs import get_logger
+from .segment import Segment
 from .works import InThread, Work
 
 if TYPE_CHECKING:
@@ -72,6 +75,7 @@ class Group:
         self._store = meeting.store_for(process_group)
         self._gloo_groups = 0
         self._heartbeat: Heartbeat | None = None
+        self._board: Board | None = None
         # Through the store, before anything connects: a rank that dies while the others connect to it is known by then.
         fact = {"node": node.identity(), "pid": os.getpid(), "ring": FlightRing.mine().path}
         fact["gpu"] = sharers.name_of(device)
@@ -82,11 +86,17 @@ class Group:
         watchdog.instance().add(self)
         try:
             self.control = self.gloo("control")
-            self.nodes = node.assign(self.exchange(sorted(self._rings), "the nodes of a group"))
+            segment = Board.segment()
+            met = self.exchange([sorted(self._rings), sorted(os.sched_getaffinity(0)), segment.path], "who is where")
+            self.nodes = node.assign([rings for rings, _, _ in met])
+            self.local_ranks = tuple(rank for rank, where in enumerate(self.nodes) if where == self.nodes[self.rank])
+            #: whether this node has more ranks of the group than cores: who polls then keeps others from working
+            self.crowded = len(self.local_ranks) > len({core for rank in self.local_ranks for core in met[rank][1]})
+            if len(self.local_ranks) == self.size:
+                self._board = self._open_board(segment, [path for _, _, path in met])
         except BaseException:
             watchdog.instance().remove(self)
             raise
-        self.local_ranks = tuple(rank for rank, where in enumerate(self.nodes) if where == self.nodes[self.rank])
         for rank in self._rings:
             meeting.local_processes[self.ranks[rank]] = self._processes[rank]
         if max(self.nodes) > 0:
@@ -126,19 +136,25 @@ class Group:
 
     # -- host-side exchange ------------------------------------------------------------------------------------
 
+    def _open_board(self, mine: Segment, paths: list[str]) -> Board:
+        try:
+            segments = [mine if rank == self.rank else Segment.open(path) for rank, path in enumerate(paths)]
+        except OSError as error:  # the path goes with its process
+            self.broken("mapping a peer's memory", error)
+        board = Board(self.rank, segments, self.abort_address, self.crowded)
+        self.barrier()  # over Gloo still: everybody has mapped everything, and nothing needs a name any more
+        for segment in segments:
+            segment.seal()
+        return board
+
     def exchange(self, value: Any, purpose: str) -> list[Any]:
         """Every rank's `value` (anything JSON can hold), by rank. Collective, for the same `purpose` on all ranks."""
-        payload = torch.frombuffer(bytearray(json.dumps([purpose, value]).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self.complete(lambda: self.control.allgather([sizes], [torch.tensor([payload.numel()])]), "exchange")
-        longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: payload.numel()] = payload
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self.complete(lambda: self.control.allgather([parts], [padded]), "exchange")
+        self.check()
+        mine = json.dumps([purpose, value]).encode()
+        notices = self._board.exchange(mine, self._waiting(purpose)) if self._board is not None else None
         values = []
-        for rank, (part, size) in enumerate(zip(parts, sizes, strict=True)):
-            theirs, other = json.loads(bytes(part[: int(size)].numpy()).decode())
+        for rank, notice in enumerate(notices if notices is not None else self._gather(mine, purpose)):
+            theirs, other = json.loads(notice.decode())
             if theirs != purpose:
                 raise errors.MismatchedCall(
                     group=self.name, call=self.calls, rank=self.rank, mine=purpose, other_rank=rank, theirs=theirs
@@ -146,17 +162,44 @@ class Group:
             values.append(other)
         return values
 
+    def _gather(self, mine: bytes, purpose: str) -> list[bytes]:
+        """Every rank's bytes by Gloo: between nodes, and where they are too long for a board."""
+        payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self.complete(lambda: self.control.allgather([sizes], [torch.tensor([payload.numel()])]), purpose)
+        longest = max(int(size) for size in sizes)
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self.complete(lambda: self.control.allgather([parts], [padded]), purpose)
+        return [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+
+    def _waiting(self, purpose: str) -> Callable[[int], None]:
+        """What a wait for another rank's notice looks at: a lost rank, one that has left, the deadline."""
+        began = time.monotonic()
+
+        def look(rank: int) -> None:
+            self.check()
+            ring = self._rings.get(rank)
+            if ring is not None and ring.has_left and self._board is not None and not self._board.has_come(rank):
+                reason = f"it ended while {purpose} waited for it"
+                self.fail(errors.RankLost(rank=rank, group=self.name, reason=reason))
+            elif time.monotonic() - began > self.deadline:
+                self.fail(self.why_waiting(None, f"{purpose} did not complete in {self.deadline:g} s"))
+            self.check()
+
+        return look
+
     def barrier(self) -> None:
         """Return once every rank of the group has called this. Collective, on the host."""
-        self.complete(lambda: self.control.barrier(), "barrier")
+        if self._board is not None:
+            self.exchange(None, "barrier")
+        else:
+            self.complete(lambda: self.control.barrier(), "barrier")
 
     def reduce_max(self, values: list[float]) -> list[float]:
         """Element-wise maximum over ranks: the slowest rank counts. Collective."""
-        tensor = torch.tensor(values, dtype=torch.float64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        self.complete(lambda: self.control.allreduce([tensor], options), "reduce_max")
-        return [float(value) for value in tensor]
+        return [max(each) for each in zip(*self.exchange(values, "reduce_max"), strict=True)]
 
     def complete(self, start: Callable[[], Work | None], what: str) -> None:
         """Start a torch.distributed operation and wait for it without ever hanging.

@@ -127,7 +127,7 @@ class NetDrain(Drain):
         if index == ring_layout.NO_SIGNAL:
             return
         if self._stream is None:
-            self._arrivals.advance(index, atomics.store)
+            self._arrivals.advance(index, atomics.signal_set)
             return
         from .stream_memory import write
 

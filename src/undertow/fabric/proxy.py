@@ -126,7 +126,8 @@ class Proxy:
         self.head[0] = ticket + 1
         tail = self.address + ring_layout.TAIL_OFFSET
         began = time.monotonic()
-        while atomics.wait(tail, _int32(ticket - self.capacity + 1), self.group.abort_address) != atomics.ARRIVED:
+        room = _int32(ticket - self.capacity + 1)
+        while atomics.wait(tail, room, self.group.abort_address, atomics.SPINS_CROWDED) != atomics.ARRIVED:
             self.group.check()
             if time.monotonic() - began > self.group.deadline:
                 self.group.fail(self.group.why_waiting(post.destination_rank, "the proxy ring stayed full"))
@@ -238,7 +239,7 @@ class Proxy:
         post = Post(*words[1:])
         self._taken += 1
         # Releases the reads above: the place may be filled again by whoever acquires the tail.
-        atomics.store(self.address + ring_layout.TAIL_OFFSET, _int32(self._taken))
+        atomics.signal_set(self.address + ring_layout.TAIL_OFFSET, _int32(self._taken))
         self._check(post)
         return post
 

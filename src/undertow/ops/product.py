@@ -155,11 +155,12 @@ class CountedTileProduct(TileProduct):
 
     def reach(self, parcel: int) -> None:
         super().reach(parcel)
-        atomics.add(self.words + WORD_STRIDE * parcel, 1)
+        atomics.signal_add(self.words + WORD_STRIDE * parcel, 1)
 
     def await_parcel(self, parcel: int) -> None:
         """On another thread. The caller computes; if it fails, so does the group, and that ends the wait."""
-        while atomics.wait(self.words + WORD_STRIDE * parcel, 1, self._group.abort_address) != atomics.ARRIVED:
+        word, abort = self.words + WORD_STRIDE * parcel, self._group.abort_address
+        while atomics.wait(word, 1, abort, atomics.SPINS_CROWDED) != atomics.ARRIVED:
             self._group.check()
 
 
