@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _CONNECTION_CLOSED_GRACE = 3.0  # seconds in which the watchdog can name the rank behind a closed connection
+_SLICE = 0.02  # seconds between two looks at whether the group still stands
 _NODE_GRACE = SILENCE + 2 * PERIOD  # and in which the heartbeat can name the node
 
 
@@ -211,8 +212,10 @@ class Group:
             began = time.monotonic()
             while work is not None and not work.is_completed():
                 waited = time.monotonic() - began
-                # Short operations are polled closely; long ones must not take the core from whoever computes.
-                time.sleep(0 if waited < 0.0005 else 0.0001 if waited < 0.1 else 0.002)
+                if isinstance(work, InThread):
+                    work.await_completion(_SLICE)
+                else:  # Short operations are polled closely; long ones must not take the core from whoever computes.
+                    time.sleep(0 if waited < 0.0005 else 0.0001 if waited < 0.1 else 0.002)
                 self.check()
                 if waited > self.deadline:
                     self.fail(self.why_waiting(None, f"{what} did not complete in {self.deadline:g} s"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -19,13 +21,15 @@ class InThread:
     """A blocking call that nothing can interrupt, made into a `Work`: a thread makes the call, the caller can leave."""
 
     def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
         self._done = threading.Event()
         self._error: Exception | None = None
-        threading.Thread(target=self._run, args=(call,), name="undertow-wait", daemon=True).start()
+        _hand_over(self)
 
-    def _run(self, call: Callable[[], object]) -> None:
+    def run(self) -> None:
+        """Make the call; in the thread that was found for it."""
         try:
-            call()
+            self._call()
         except Exception as error:  # raised again by `wait`, in the thread that asked
             self._error = error
         finally:
@@ -34,6 +38,33 @@ class InThread:
     def is_completed(self) -> bool:
         return self._done.is_set()
 
+    def await_completion(self, seconds: float) -> bool:
+        """Sleep until the call is over, so long at most; whether it is."""
+        return self._done.wait(seconds)
+
     def wait(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+# Threads whose last call is over, for the next one; a thread whose call never ends is never among them.
+_idle: list[queue.SimpleQueue[InThread]] = []
+
+
+def _hand_over(work: InThread) -> None:
+    try:
+        _idle.pop().put(work)  # one step: two callers never find the same one
+    except IndexError:
+        threading.Thread(target=_serve, args=(work,), name="undertow-wait", daemon=True).start()
+
+
+def _serve(work: InThread) -> None:
+    inbox: queue.SimpleQueue[InThread] = queue.SimpleQueue()
+    while True:
+        work.run()
+        del work  # what it holds must not live until the next call
+        _idle.append(inbox)
+        work = inbox.get()
+
+
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads
