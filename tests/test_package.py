@@ -27,8 +27,9 @@ def test_wheel_is_complete(wheel: Path) -> None:
         names = set(archive.namelist())
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
-    sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "undertow").rglob("*.py")}
-    assert sources <= names
+    kinds = ("*.py", "*.toml", "*.css", "*.js")  # what the package reads of itself, too
+    found = [path for kind in kinds for path in (ROOT / "src" / "undertow").rglob(kind)]
+    assert {str(path.relative_to(ROOT / "src")) for path in found} <= names
     assert "undertow/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "undertow = undertow.cli:main" in entry_points

@@ -188,7 +188,8 @@ STRATEGIES = [f"{grain}:{lane}" for lane in ("net", "peer", "dma", "dma (paced)"
 
 def test_demo(environment: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "deeper" / "timeline.json"
-    done = call("demo", "--quick", "--device", "cpu", "--ranks", 2, "--out", out, env=environment)
+    results, shown = tmp_path / "results.json", tmp_path / "report.html"
+    done = call("demo", "--quick", "--device", "cpu", "--ranks", 2, "--out", out, "--results", results, env=environment)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "|" in line]
     header, _, *rows = rows
     assert header[:5] == ["strategy", "time", "speed-up over serial", "overlap E", "share of ideal"]
@@ -198,6 +199,10 @@ def test_demo(environment: dict[str, str], tmp_path: Path) -> None:
     assert "Rows marked emulated are emulated: dma (paced) is an emulated link of 1 GB/s, 20 us." in done.stdout
     assert f"is in {out}" in done.stdout.replace("\n", " ")
     _check_timeline(out)
+    call("report", results, out, "--out", shown, env=environment)
+    for strategy in STRATEGIES:
+        assert f"<td>{strategy}</td>" in shown.read_text()
+    assert shown.read_text().count('data-kind="timeline"') == 1
     assert left_behind(environment[MARK]) == []
 
 

@@ -20,6 +20,7 @@ from . import bench, c3, collective, collective_tune, plan
 from .demo import demo
 from .doctor import doctor
 from .profile import profile
+from .report import report
 from .run import run
 from .sim import sim
 
@@ -65,7 +66,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _command in (demo, run, doctor, profile, sim):
+for _command in (demo, run, doctor, profile, sim, report):
     app.command(context_settings={"allow_interspersed_args": _command is not run})(_command)
 collective.app.command("tune")(collective_tune.tune)
 app.add_typer(collective.app, name="collective")

@@ -199,7 +199,10 @@ def compile_(
 def show(
     program: ProgramArgument,
     ranks: RanksOption = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="An SVG file, instead of the terminal.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="An SVG file, or an HTML page that moves, instead of the terminal."),
+    ] = None,
     columns: Annotated[int, typer.Option(min=8, help="Of the terminal.")] = 100,
     in_place: OneFormOption = None,
     target: OneTargetOption = OneTarget.staged,
@@ -216,7 +219,13 @@ def show(
         check_writable(out)
     schedules = compiled(program, Form(ranks, nodes, root, (target.value,), in_place, workers=workers))
     if out is not None:
-        out.write_text(svg(flow(schedules[0])))
+        if out.suffix == ".html":
+            from ..report.page import page
+            from ..report.page_files import schedule_section
+
+            out.write_text(page(schedules[0].name, [schedule_section(schedules[0])]), encoding="utf-8")
+        else:
+            out.write_text(svg(flow(schedules[0])))
         typer.echo(f"{out}: {schedules[0].name}")
         return
     for schedule in schedules:

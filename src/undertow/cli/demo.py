@@ -14,14 +14,16 @@ def demo(
     ranks: RanksOption = None,
     device: DeviceOption = Device.auto,
     out: Annotated[Path, typer.Option(help="The timeline, for ui.perfetto.dev.")] = Path("undertow-timeline.json"),
+    results: Annotated[Path | None, typer.Option(help="The table as JSON, for `undertow report`.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds, smaller matrices.")] = False,
 ) -> None:
     """Run matmul_all_reduce through every strategy, check each result exactly, and time them side by side."""
     from ..fabric.local_ranks import default_ranks
-    from ..report.demo import demonstrate, render
+    from ..report.demo import demonstrate, render, to_json
     from ..report.tables import show
 
-    check_writable(out)
+    for path in filter(None, (out, results)):
+        check_writable(path)
     chosen = default_ranks(device.value) if ranks is None else ranks
     found = demonstrate(chosen, device.value, quick=quick, progress=True)
     if found.wrong:
@@ -31,4 +33,7 @@ def demo(
     show(render(found))
     for sentence in found.sentences:
         typer.echo(sentence)
+    if results is not None:
+        results.write_text(to_json(found))
+        typer.echo(f"The results are in {results}.")
     typer.echo(f"The timeline of one call of each is in {out}; open it at https://ui.perfetto.dev.")

@@ -8,6 +8,7 @@ one that leaves the core alone for most of the time can show what a copy engine 
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from ..fabric.timer import Comparison, Estimate, compare
 from ..ops.alone import all_reduce
 from ..ops.matmul_all_reduce import matmul_all_reduce, reference
 from .progress import Report, progress_bar
-from .tables import StrategyResult, factor, percent, seconds, strategy_results, strategy_table
+from .tables import DEMO_FORMAT, StrategyResult, factor, percent, seconds, strategy_results, strategy_table
 
 MATMUL = "matmul"
 GRAINS = ("serial", "chunked", "signaled")  # those that run over every lane
@@ -103,8 +104,24 @@ def demonstrate(ranks: int, device: str, *, quick: bool = False, progress: bool 
 
 def render(found: Demonstration) -> Table:
     """The one table."""
+    return strategy_table(found.rows, title=_title(found))
+
+
+def to_json(found: Demonstration) -> str:
+    """The table and its sentences, for `undertow report`."""
+    made = {
+        "format": DEMO_FORMAT,
+        "title": _title(found),
+        "sentences": found.sentences,
+        "rows": [row.to_json() for row in found.rows],
+        "environment": found.first.comparison.environment,
+    }
+    return json.dumps(made, indent=1, default=str) + "\n"
+
+
+def _title(found: Demonstration) -> str:
     kind = "GPU" if found.first.device == "cuda" else "CPU"
-    return strategy_table(found.rows, title=f"matmul_all_reduce, {found.first.problem}, {found.ranks} {kind} ranks")
+    return f"matmul_all_reduce, {found.first.problem}, {found.ranks} {kind} ranks"
 
 
 # -- in each rank ----------------------------------------------------------------------------------------------------

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import sys
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import TextIO
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -18,6 +19,7 @@ from ..plan.metrics import overlap_efficiency, share_of_ideal
 
 MISSING = "–"
 EMULATED = "emulated"
+DEMO_FORMAT = "undertow demo 1"  # what `undertow demo --results` writes and `undertow report` reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,19 @@ class StrategyResult:
     share: float | None = None
     emulated: bool = False
     note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> StrategyResult:
+        """Raises ValueError for what cannot have been measured."""
+        time, speedup = (
+            None if data[name] is None else Estimate(**{part: finite(one) for part, one in data[name].items()})
+            for name in ("time", "speedup")
+        )
+        efficiency, share = (None if data[name] is None else finite(data[name]) for name in ("efficiency", "share"))
+        return cls(str(data["name"]), time, speedup, efficiency, share, bool(data["emulated"]), str(data["note"]))
 
 
 Reference = str | Mapping[str, str] | None
@@ -157,6 +172,13 @@ def plain(renderable: RenderableType, width: int = 200) -> str:
 
 def _for(reference: Reference, name: str) -> str | None:
     return reference.get(name) if isinstance(reference, Mapping) else reference
+
+
+def finite(number: Any) -> float:
+    """A number from a file; raises ValueError for what cannot have been measured."""
+    if not math.isfinite(float(number)):
+        raise ValueError(f"{number} is no measure")
+    return float(number)
 
 
 def _half_width(estimate: Estimate) -> float:
