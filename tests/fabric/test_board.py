@@ -22,7 +22,7 @@ def boards(abort: np.ndarray) -> list[Board]:
 def test_every_notice_is_read_by_all_before_its_place_is_used_again() -> None:
     made = boards(np.zeros(1, np.int32))
     generator = random.Random(5)
-    rounds = [[generator.randbytes(generator.randrange(200)) for _ in range(RANKS)] for _ in range(2000)]
+    rounds = [[generator.randbytes(generator.randrange(200)) for _ in range(RANKS)] for _ in range(500)]
     wrong: list[tuple[int, int]] = []
 
     def take_part(rank: int) -> None:

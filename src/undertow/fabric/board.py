@@ -4,7 +4,7 @@ Every rank has a board: a signal, the number of its last notice, and two places 
 place of its number's parity; then the signal is set, which releases it. Who has waited for notice n of everybody
 (acquiring it) has read their n - 1 before, so n + 1 can take the place of n - 1 without another word.
 
-At 8 ranks on two cores an exchange takes well under a millisecond this way; two calls of Gloo's all_gather took 29 ms.
+At 8 ranks on two cores an exchange takes 0.4 ms this way; by two calls of Gloo's all_gather, polled, it took 28 ms.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Board:
         return notices if fits else None
 
     def has_come(self, rank: int) -> bool:
-        """Whether the notice of `rank` that is waited for is up."""
-        return int(atomics.load(self._segments[rank].address)) == _wrapped(self._number)
+        """Whether the notice of `rank` that is waited for is up, or already the next one."""
+        return _wrapped(int(atomics.load(self._segments[rank].address)) - self._number) >= 0
 
 
 def _wrapped(number: int) -> int:
