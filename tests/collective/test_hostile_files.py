@@ -81,7 +81,7 @@ def complaint(text: str) -> str:
         ("<algo>" + "<gpu>" * 9 + "</gpu>" * 9 + "</algo>", "'gpu' stands inside gpu, where only tb can"),
         (exchange(ngpus=3), "ngpus is 3, but there are 2 of them"),
         (exchange(ngpus="0x2"), "ngpus is '0x2', but must be a whole number from 1 to 1024"),
-        (exchange(coll="gather"), "coll is 'gather', but must be one of allreduce, allgather"),
+        (exchange(coll="gossip"), "coll is 'gossip', but must be one of allreduce, allgather"),
         (exchange(proto="LL256"), "proto is 'LL256', but must be one of Simple, LL, LL128"),
         (exchange(minBytes="-3"), "minBytes is '-3', but must be a number of bytes"),
         (exchange(nchunksperloop=3), "nchunksperloop is 3, but must be a multiple of the 2 ranks"),
