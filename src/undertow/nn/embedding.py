@@ -107,8 +107,8 @@ class ShardedEmbeddingBag(torch.nn.Module):
     ) -> torch.Tensor:
         """This rank's samples of all features, feature-major -> [samples, sum of dims]; `by_table` splits it.
 
-        Or one KeyedJaggedTensor of torchrec, with a feature for each table, by name, in any order. `batches`: samples of
-        each rank, to be checked; ranks tell each other in any case. `weights` on all ranks or on none, of one dtype; no
+        Or one KeyedJaggedTensor of torchrec, with a feature for each table, by name, in any order. `batches`: samples
+        of each rank, to be checked; ranks tell each other in any case. `weights` on all ranks or none, of one dtype; no
         gradients come back to them.
         """
         if hasattr(values, "keys") and hasattr(values, "lengths"):
