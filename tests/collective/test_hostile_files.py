@@ -77,7 +77,7 @@ def complaint(text: str) -> str:
         ("<msccl_algos><load/></msccl_algos>", "it lists schedules instead of being one"),
         ('<!DOCTYPE a [<!ENTITY b "c">]><algo/>', "a document type has no place here"),
         ("<algo>words</algo>", "text ('words') has no place here"),
-        ("<algo/>", "algo has no ngpus"),
+        ("<algo/>", "there is no gpu in it"),
         ("<algo>" + "<gpu>" * 9 + "</gpu>" * 9 + "</algo>", "'gpu' stands inside gpu, where only tb can"),
         (exchange(ngpus=3), "ngpus is 3, but there are 2 of them"),
         (exchange(ngpus="0x2"), "ngpus is '0x2', but must be a whole number from 1 to 1024"),

@@ -44,7 +44,6 @@ HALVES = ("send", "recv")  # known to Azure's and AMD's executors: one side of a
 LEAST_BYTES, MOST_BYTES = 0, 128 << 20  # sizes of calls that a file is for which does not say so
 MOST_CHANNELS, MOST_THREADBLOCKS, MOST_STEPS, MOST_CHUNKS_OF_A_STEP = 32, 216, 256, 71
 MOST_THREADBLOCKS_OF_A_CHANNEL = 32  # that send, and as many that receive
-LONGEST_NAME = 63
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,8 @@ class _Reader:
         if depth == len(_LEVELS) or name != _LEVELS[depth]:
             inside = f"inside {_LEVELS[depth - 1]}" if depth else "outermost"
             wanted = f"only {_LEVELS[depth]} can" if depth < len(_LEVELS) else "nothing can"
-            self._damaged(f"{shown(name)} stands {inside}, where {wanted}")
+            newer = ": this is msccl-tools' newer form, which no runtime reads" if (depth, name) == (3, "op") else ""
+            self._damaged(f"{shown(name)} stands {inside}, where {wanted}{newer}")
         if len(attributes) > _MOST_ATTRIBUTES:
             self._damaged(f"{name} has {len(attributes)} attributes, more than {_MOST_ATTRIBUTES}")
         if name == "step":
@@ -172,8 +173,10 @@ class _Reader:
         return number, Gpu(sizes[0], sizes[1], sizes[2], self._dense(element, "tb"))
 
     def _algorithm(self, element: _Element) -> Algorithm:
-        ranks = self._number(element, "ngpus", 1, MOST_RANKS)
         gpus: tuple[Gpu, ...] = self._dense(element, "gpu")
+        if not gpus:
+            self._damaged("there is no gpu in it", element.line)
+        ranks = self._number(element, "ngpus", 1, MOST_RANKS, default=len(gpus))
         if len(gpus) != ranks:
             self._damaged(f"ngpus is {ranks}, but there are {len(gpus)} of them", element.line)
         collective = self._collective(element)
