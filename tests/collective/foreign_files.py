@@ -83,7 +83,8 @@ def plan_gpu(rank: int, peers: list[int], blocks: list[list[dict[str, Any]]], **
 def seeds() -> list[tuple[str, bytes]]:
     """Right files of both formats to damage."""
     topology = Topology.grid(2, 2)
-    found = [(XML, exchange().encode())]
+    copying = exchange().replace("<tb ", '<copy i_off="0" o_off="0"/><tb ', 1)
+    found = [(XML, exchange().encode()), (XML, copying.encode())]
     for name in ("ring", "halving_doubling", "all_to_all_two_step", "reduce_tree", "gather_direct", "scatter_direct"):
         for suffix, target in ((XML, "staged"), (JSON, "direct")):
             schedule = LIBRARY[name].compile(topology=topology, target=target, check=False)

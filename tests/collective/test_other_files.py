@@ -279,6 +279,25 @@ def test_two_messages_over_two_channels() -> None:
     assert made.worker_channel.tolist() == [0, 0, 3] * 2
 
 
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("source", ["i0", "own"])
+def test_copies_beside_threadblocks(source: str, waits: bool) -> None:
+    """As TACCL's files have them: before all steps, so that what is sent may be read from where it was copied to."""
+    gpus = []
+    for rank in (0, 1):
+        peer = 1 - rank
+        read = "i0" if source == "i0" else f"o{rank}"
+        other = {"depid": 1, "deps": 0} if waits else {}
+        steps = step(0, "s", read, f"o{rank}", **other), step(1, "r", "i0", f"o{peer}", hasdep=1)
+        idle = block(1, step(0, "cpy", "i0", "s0", hasdep=int(waits)))
+        last = block(2, step(0, "cpy", f"o{peer}", "s1", depid=0, deps=1))
+        made = gpu(rank, block(0, *steps, send=peer, recv=peer), idle, last, s=2)
+        gpus.append(made.replace("<tb ", f'<copy i_off="0" o_off="{rank}"/><tb ', 1))
+    (made,) = alike(algorithm(*gpus, redop="nop", maxBytes=(1 << 63) - 1, minBytes=0))
+    assert made.contract.name == "all_gather"
+    assert len(made.worker_rank) == 8
+
+
 DAMAGE = {
     "hexadecimal": (exchange(minBytes="0x10"), "minBytes is '0x10', but must be a number of bytes in decimal digits"),
     "underscores": (exchange(maxBytes="1_000"), "maxBytes is '1_000', but must be a number of bytes"),
@@ -299,9 +318,14 @@ DAMAGE = {
     "an element of its own": (exchange().replace("<gpu", "<about/><gpu", 1), "'about' stands inside algo, where only"),
     "nothing in it": ("<algo/>", "there is no gpu in it"),
     "nobody says what it is": (exchange().replace(' coll="allgather"', ""), "algo has no coll"),
-    "copies of an earlier compiler": (
-        exchange().replace("<tb ", '<copy i_off="0" o_off="0"/><tb ', 1),
-        "'copy' stands inside gpu, where only tb can",
+    "a copy of nothing": (exchange().replace("<tb ", '<copy i_off="0"/><tb ', 1), "copy has no o_off"),
+    "a copy beyond": (
+        exchange().replace("<tb ", '<copy i_off="1" o_off="0"/><tb ', 1),
+        "chunk 1 of buffer i is used on gpu 0, which has 1",
+    ),
+    "something in a copy": (
+        exchange().replace("<tb ", '<copy i_off="0" o_off="0"><step/></copy><tb ', 1),
+        "'step' stands inside copy, where nothing can",
     ),
     "the newer form": (
         exchange().replace("<step s=", "<op step="),

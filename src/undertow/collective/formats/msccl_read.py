@@ -29,9 +29,10 @@ from .msccl import (
     Step,
     Threadblock,
 )
+from .msccl_copies import Copy, with_copies
 from .text import LONGEST_WORD, MOST_RANKS, byte_count, damaged, read_bytes, shown, whole_number
 
-_LEVELS = ("algo", "gpu", "tb", "step")
+_LEVELS, _COPY = ("algo", "gpu", "tb", "step"), "copy"  # of which the last is for a gpu, beside its tb
 _KNOWN = frozenset(
     {"name", "proto", "nchannels", "nchunksperloop", "ngpus", "coll", "inplace", "outofplace"}
     | {"minBytes", "maxBytes", "nthreads"}
@@ -55,11 +56,12 @@ def parse(data: bytes, path: str = "<bytes>") -> Algorithm:
 class _Element:
     """What is open at one level: attributes, line, and what was found inside."""
 
-    __slots__ = ("attributes", "children", "line")
+    __slots__ = ("attributes", "children", "copies", "line", "name")
 
-    def __init__(self, attributes: dict[str, str], line: int) -> None:
-        self.attributes, self.line = attributes, line
+    def __init__(self, name: str, attributes: dict[str, str], line: int) -> None:
+        self.name, self.attributes, self.line = name, attributes, line
         self.children: dict[int, Any] = {}
+        self.copies: list[Copy] = []
 
 
 class _Reader:
@@ -107,23 +109,29 @@ class _Reader:
         depth = len(self._open)
         if depth == 0 and name == "msccl_algos":
             self._damaged("it lists schedules instead of being one; name one of the files it lists")
-        if depth == len(_LEVELS) or name != _LEVELS[depth]:
+        if depth and self._open[-1].name == _COPY:
+            self._damaged(f"{shown(name)} stands inside {_COPY}, where nothing can")
+        if depth == len(_LEVELS) or (name != _LEVELS[depth] and (depth, name) != (2, _COPY)):
             inside = f"inside {_LEVELS[depth - 1]}" if depth else "outermost"
             wanted = f"only {_LEVELS[depth]} can" if depth < len(_LEVELS) else "nothing can"
             newer = ": this is msccl-tools' newer form, which no runtime reads" if (depth, name) == (3, "op") else ""
             self._damaged(f"{shown(name)} stands {inside}, where {wanted}{newer}")
         if len(attributes) > _MOST_ATTRIBUTES:
             self._damaged(f"{name} has {len(attributes)} attributes, more than {_MOST_ATTRIBUTES}")
-        if name == "step":
+        if name in ("step", _COPY):
             self._steps += 1
             if self._steps > MOST_STEPS_OF_ALL:
                 self._damaged(f"there are more than {MOST_STEPS_OF_ALL} steps")
-        self._open.append(_Element(attributes, self._line))
+        self._open.append(_Element(name, attributes, self._line))
 
     def _end(self, name: str) -> None:
         element = self._open.pop()
         if name == "algo":
             self._found = self._algorithm(element)
+            return
+        if name == _COPY:
+            source, destination = self._number(element, "i_off", 0), self._number(element, "o_off", 0)
+            self._open[-1].copies.append(Copy(source, destination, element.line))
             return
         number, made = {"gpu": self._gpu, "tb": self._threadblock, "step": self._step}[name](element)
         siblings = self._open[-1].children
@@ -170,7 +178,7 @@ class _Reader:
     def _gpu(self, element: _Element) -> tuple[int, Gpu]:
         number = self._number(element, "id", 0)
         sizes = [self._number(element, name, 0, default=0) for name in ("i_chunks", "o_chunks", "s_chunks")]
-        return number, Gpu(sizes[0], sizes[1], sizes[2], self._dense(element, "tb"))
+        return number, Gpu(sizes[0], sizes[1], sizes[2], with_copies(self._dense(element, "tb"), element.copies))
 
     def _algorithm(self, element: _Element) -> Algorithm:
         gpus: tuple[Gpu, ...] = self._dense(element, "gpu")
@@ -229,7 +237,7 @@ class _Reader:
     def _attribute(self, element: _Element, name: str) -> str:
         value = element.attributes.get(name)
         if value is None:
-            self._damaged(f"{_LEVELS[len(self._open)]} has no {name}", element.line)
+            self._damaged(f"{element.name} has no {name}", element.line)
         return value
 
     def _number(
