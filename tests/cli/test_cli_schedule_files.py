@@ -79,6 +79,18 @@ def test_run_and_bench() -> None:
     assert said.count("# Wrong elements: 0 OK") == 2
 
 
+def test_a_gather_in_both_forms() -> None:
+    """Its contract says where buffers meet only in place, and its root is not named."""
+    LIBRARY["gather_direct"].compile(2, root=1).save("gather.xml")
+    text = Path("gather.xml").read_text().replace('inplace="0"', 'inplace="1"', 1)
+    assert 'coll="gather"' in text
+    Path("gather.xml").write_text(text)
+    assert call("check", "gather.xml")[0].count("right") == 2
+    assert call("run", "gather.xml", "--bytes", "1K")[0].count("right") == 2
+    said = call("bench", "gather.xml", "--min-bytes", "1K", "--max-bytes", "1K", "--iterations", 2)[0]
+    assert "# Wrong elements: 0 OK" in said
+
+
 def test_compile_from_and_to_every_format() -> None:
     call("compile", "two.xml", "-o", "again.xml")
     assert Path("again.xml").read_bytes() == Path("two.xml").read_bytes()

@@ -83,8 +83,9 @@ def plan_gpu(rank: int, peers: list[int], blocks: list[list[dict[str, Any]]], **
 def seeds() -> list[tuple[str, bytes]]:
     """Right files of both formats to damage."""
     topology = Topology.grid(2, 2)
-    found = [(XML, exchange().encode())]
-    for name in ("ring", "halving_doubling", "all_to_all_two_step", "reduce_tree"):
+    copying = exchange().replace("<tb ", '<copy i_off="0" o_off="0"/><tb ', 1)
+    found = [(XML, exchange().encode()), (XML, copying.encode())]
+    for name in ("ring", "halving_doubling", "all_to_all_two_step", "reduce_tree", "gather_direct", "scatter_direct"):
         for suffix, target in ((XML, "staged"), (JSON, "direct")):
             schedule = LIBRARY[name].compile(topology=topology, target=target, check=False)
             found.append((suffix, text(schedule, suffix).encode()))
@@ -161,6 +162,7 @@ def _word(data: bytes, suffix: str, chance: random.Random) -> bytes:
         b"wait",
     ]
     words += [b"signal", b"rre", b"upkt", b"ppkt", b"pipeline", b"glre", b"allreduce", b"custom", b"Simple", b"LL128"]
+    words += [b"allgather", b"reducescatter", b"gather", b"scatter", b"broadcast", b"reduce", b"sendrecv", b"alltoallv"]
     old, new = chance.choice(words), chance.choice(words)
     return data.replace(b'"' + old + b'"', b'"' + new + b'"', chance.choice((1, 3, -1)))
 

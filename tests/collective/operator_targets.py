@@ -316,3 +316,60 @@ def remade_group() -> list[bool]:
             found.append(tensor.equal(reduced(group.size, 500, torch.float32, "sum")))
         ut.shutdown()
     return found
+
+
+def made_again() -> list[str]:
+    """Flat calls into a given result, three times each: the first goes the long way, the others need not.
+
+    A rank's shard may lie in the result where it belongs, on some ranks or all; anywhere else it is in the way.
+    """
+    group = ut.init()
+    rank, size = group.rank, group.size
+    wrong = []
+    for count in (1, 1000, 70_000):
+        every = torch.cat([data(one, count, torch.float32) for one in range(size)])
+        for form in ("apart", "at home", "at home on one", "elsewhere"):
+            for turn in range(3):
+                room = torch.full((size * count + 1,), float("nan"))
+                out = room[:-1]
+                mine = data(rank, count, torch.float32)
+                begin = {"at home": rank * count, "elsewhere": rank * count + 1}.get(form)
+                if form == "at home on one" and rank == 0:
+                    begin = 0
+                if begin is not None:
+                    room[begin : begin + count] = mine
+                    mine = room[begin : begin + count]
+                found = co.all_gather(mine, out=out)
+                if found is not out or not out.equal(every):
+                    wrong.append(f"all_gather {count} {form} {turn}")
+        for op in ("sum", "max", "avg"):
+            for turn in range(3):
+                mine, out = data(rank, size * count, torch.float32), torch.full((count,), float("nan"))
+                kept = mine.clone()
+                co.reduce_scatter(mine, out=out, op=op)
+                wanted = reduced(size, size * count, torch.float32, op)[rank * count : (rank + 1) * count]
+                if not out.equal(wanted.to(torch.float32)) or not mine.equal(kept):
+                    wrong.append(f"reduce_scatter {count} {op} {turn}")
+                inside = kept.clone()
+                co.reduce_scatter(inside, out=inside[:count], op=op)
+                if not inside[:count].equal(wanted.to(torch.float32)):
+                    wrong.append(f"reduce_scatter {count} {op} {turn} into its input")
+        uneven = data(rank, size * count + 1, torch.float32)
+        shares = reduced(size, size * count + 1, torch.float32, "sum").tensor_split(size)
+        for turn in range(2):
+            out = torch.full_like(shares[rank], float("nan"))
+            if not co.reduce_scatter(uneven, out=out).equal(shares[rank]):
+                wrong.append(f"reduce_scatter {count} uneven {turn}")
+        mean = data(rank, count, torch.float32)
+        twice = co.all_reduce(mean, op="avg", out=torch.full_like(mean, float("nan")))
+        if not (
+            twice.equal(reduced(size, count, torch.float32, "avg").to(torch.float32))
+            and mean.equal(data(rank, count, torch.float32))
+        ):
+            wrong.append(f"all_reduce {count} avg")
+    try:
+        co.all_gather(torch.ones(1000), out=torch.ones(3))
+        wrong.append("a result that is too short")
+    except UndertowError:
+        pass
+    return wrong

@@ -94,3 +94,8 @@ def test_nan_survives_max_and_min() -> None:
 def test_a_group_made_again() -> None:
     for found in ut.launch(targets.remade_group, 2, device="cpu"):
         assert found == [True] * 6
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_made_again(ranks: int) -> None:
+    assert ut.launch(targets.made_again, ranks, device="cpu") == [[]] * ranks

@@ -28,17 +28,16 @@ import torch.distributed as dist
 
 from .. import settings
 from ..errors import InvalidArgument
-from ..fabric import placement, timeline
+from ..fabric import placement
 from ..fabric.flight_writer import call_text
 from ..fabric.group import Group
 from ..fabric.placement import Placement
 from ..fabric.registry import as_group
 from ..plan.plan import split
-from . import tables
+from . import repeated, tables
 from .algorithms import LIBRARY
 from .copies import Copies
-from .cpu_interpreter import DONE, perform
-from .cpu_runtime import CpuExecutable, Prepared
+from .cpu_runtime import CpuExecutable
 from .language import Program
 from .runtime import Executable, executable
 from .selection import Choice, choose
@@ -55,7 +54,6 @@ REDUCIBLE = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8,
 )  # fmt: skip
-_KNOWN = 1024  # kinds of calls: sizes may differ from call to call
 
 
 def all_reduce(
@@ -68,21 +66,23 @@ def all_reduce(
 ) -> torch.Tensor:
     """out = the sum (or other `op`) of every rank's `tensor`; in place unless `out` is given."""
     if (out is None or out is tensor) and placement.current() is None:
-        known = _known.get((group or dist.group.WORLD, program, op, tensor.dtype, tensor.numel()))
-        if known is not None and known.run(tensor):
+        known = repeated.find("all_reduce", group, program, op, tensor)
+        if known is not None and known.run(tensor, tensor):
             return tensor
     on = as_group(group)
     _check_tensor("tensor", tensor, on)
     _check_operation(op, tensor)
     result = tensor if out is None else _checked_out(out, tensor, tuple(tensor.shape))
-    if op == "avg":
+    if op == "avg" and _is_narrow(tensor):
         wide = _wide(tensor)
         _run("all_reduce", on, wide, wide, [tensor.numel()], op, program)
         result.copy_(wide.div_(on.size))
         return result
     _run("all_reduce", on, tensor, result, [tensor.numel()], op, program)
-    if result is tensor and placement.current() is None:
-        _remember(group, program, op, tensor, on)
+    if op == "avg":
+        return result.div_(on.size)
+    if result is tensor:
+        _remember("all_reduce", group, program, op, tensor, on, [tensor.numel()])
     return result
 
 
@@ -95,13 +95,20 @@ def all_gather(
     program: Program | None = None,
 ) -> torch.Tensor:
     """out = every rank's `tensor`, one after the other. `rows[r]`: rows of rank r where they differ."""
+    if out is not None and rows is None and tensor.dim() == 1 and placement.current() is None:
+        known = repeated.find("all_gather", group, program, "sum", tensor)
+        if known is not None and known.run(tensor, out):
+            return out
     on = as_group(group)
     _check_tensor("tensor", tensor, on)
     shaped = tensor if tensor.dim() else tensor.reshape(1)
     counts = _rows("rows", rows, on.size, shaped.shape[0], on.rank)
     width = _width(shaped)
     result = _output(out, tensor, (sum(counts), *shaped.shape[1:]))
-    _run("all_gather", on, shaped, result, [count * width for count in counts], "sum", program)
+    spans = [count * width for count in counts]
+    _run("all_gather", on, shaped, result, spans, "sum", program)
+    if rows is None and tensor.dim() == 1:
+        _remember("all_gather", group, program, "sum", tensor, on, spans)
     return result
 
 
@@ -114,6 +121,10 @@ def reduce_scatter(
     program: Program | None = None,
 ) -> torch.Tensor:
     """out = this rank's rows of the sum (or other `op`) of every rank's `tensor`; rows by torch.tensor_split."""
+    if out is not None and tensor.dim() == 1 and placement.current() is None:
+        known = repeated.find("reduce_scatter", group, program, op, tensor)
+        if known is not None and known.run(tensor, out):
+            return out.div_(known.ranks) if op == "avg" else out
     on = as_group(group)
     _check_tensor("tensor", tensor, on, matrix=True)
     _check_operation(op, tensor)
@@ -121,10 +132,15 @@ def reduce_scatter(
     start, stop = shards[on.rank]
     width = _width(tensor)
     result = _output(out, tensor, (stop - start, *tensor.shape[1:]))
-    given, total = (_wide(tensor), _wide(result)) if op == "avg" else (tensor, result)
-    _run("reduce_scatter", on, given, total, [(end - begin) * width for begin, end in shards], op, program)
+    given, total = (_wide(tensor), _wide(result)) if op == "avg" and _is_narrow(tensor) else (tensor, result)
+    spans = [(end - begin) * width for begin, end in shards]
+    _run("reduce_scatter", on, given, total, spans, op, program)
     if op == "avg":
-        result.copy_(total.div_(on.size))
+        total.div_(on.size)
+    if total is not result:
+        return result.copy_(total)
+    if tensor.dim() == 1 and len(set(spans)) == 1:
+        _remember("reduce_scatter", group, program, op, tensor, on, spans)
     return result
 
 
@@ -182,11 +198,13 @@ def reduce(
     _check_operation(op, tensor)
     _check_root(root, on)
     result = _output(out, tensor, tuple(tensor.shape)) if on.rank == root else tensor.new_empty(tensor.shape)
-    given, total = (_wide(tensor), _wide(result)) if op == "avg" else (tensor, result)
+    given, total = (_wide(tensor), _wide(result)) if op == "avg" and _is_narrow(tensor) else (tensor, result)
     _run("reduce", on, given, total, [tensor.numel()], op, program, root)
-    if op == "avg" and on.rank == root:
-        result.copy_(total.div_(on.size))
-    return result if on.rank == root else None
+    if on.rank != root:
+        return None
+    if op == "avg":
+        total.div_(on.size)
+    return result if total is result else result.copy_(total)
 
 
 def gather(
@@ -254,7 +272,8 @@ def _run(
     another program than the others would never meet them.
     """
     given, in_place = out, source is out and collective in ("all_reduce", "broadcast")
-    if not in_place and source.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
+    at_home = collective == "all_gather" and on.device.type == "cpu" and _is_its_shard(source, out, spans, on.rank)
+    if not (in_place or at_home) and source.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
         source = source.clone()
     source = source.resolve_conj().resolve_neg().contiguous()
     if in_place or not out.is_contiguous():
@@ -278,60 +297,41 @@ def _run(
         given.copy_(out)
 
 
-class _Known:
-    """A kind of all_reduce that has run before: the same again, without looking everything up anew."""
+def _is_its_shard(source: torch.Tensor, out: torch.Tensor, spans: list[int], rank: int) -> bool:
+    """Whether a rank's shard lies in the result where it belongs, as FSDP gives it.
 
-    __slots__ = ("_group", "_prepared")
-
-    def __init__(self, group: Group, prepared: Prepared) -> None:
-        self._group, self._prepared = group, prepared
-
-    def run(self, tensor: torch.Tensor) -> bool:
-        """Whether it could be done this way."""
-        group = self._group
-        if group.reserved or timeline.current() is not None or not (tensor.is_cpu and tensor.is_contiguous()):
-            return False
-        if tensor.requires_grad or tensor.is_neg():
-            return False
-        address = tensor.data_ptr()
-        with group.lock:
-            if group.closed or group.failed:  # a closed one has given its memory back
-                return False
-            group.calls += 1
-            try:  # what the two brackets of the long way do, at no cost where nothing fails
-                if perform(self._prepared.frame, address, address, group.calls) != DONE:
-                    self._prepared.complete()
-            except BaseException:
-                with group.fabric.guarded_call((tensor,)), self._prepared.whole():
-                    raise
-        return True
-
-    @property
-    def over(self) -> bool:
-        return self._group.closed or self._group.failed
+    Then the program for buffers apart is right as it is, whatever form others call it in: it copies the shard to
+    itself, and nobody writes there.
+    """
+    begin = out.data_ptr() + sum(spans[:rank]) * out.element_size()
+    return source.is_contiguous() and out.is_contiguous() and source.data_ptr() == begin
 
 
-_known: dict[tuple[object, ...], _Known] = {}
-
-
-def _remember(group: AnyGroup, program: Program | None, op: str, tensor: torch.Tensor, on: Group) -> None:
+def _remember(
+    collective: str,
+    group: AnyGroup,
+    program: Program | None,
+    op: str,
+    tensor: torch.Tensor,
+    on: Group,
+    spans: list[int],
+) -> None:
     """Next time shorter, where the interpreter of this process runs it and nobody asked for checks at every call."""
-    if settings.CHECK.is_on() or tensor.numel() == 0 or on.device.type != "cpu":
+    if settings.CHECK.is_on() or tensor.numel() == 0 or on.device.type != "cpu" or placement.current() is not None:
         return
     if not (group is None or isinstance(group, (Group, dist.ProcessGroup))):  # a mesh may equal another one
         return
-    for dead in [key for key, known in _known.items() if known.over]:
-        del _known[dead]
-    spans = (tensor.numel(),)
     table = tables.of(on) if program is None else None
-    kind = _kind("all_reduce", spans, tensor.dtype, True, op, program, 0, on.device.type, on.nodes, table, Placement())
+    kind = _kind(
+        collective, tuple(spans), tensor.dtype, collective == "all_reduce", op, program, 0, on.device.type, on.nodes,
+        table, Placement(),
+    )  # fmt: skip
     run = on.fabric.kept.get(kind.number)
     if isinstance(run, CpuExecutable):
-        text = call_text(on.name, kind.collective, kind.shape, kind.plan)
-        if len(_known) >= _KNOWN:
-            _known.clear()
-        made = _Known(on, run.prepare(tensor.dtype, [tensor.numel()], op, text))
-        _known[group or dist.group.WORLD, program, op, tensor.dtype, tensor.numel()] = made
+        words = call_text(on.name, kind.collective, kind.shape, kind.plan)
+        repeated.remember(
+            (collective, group, program, op), tensor, on, run.prepare(tensor.dtype, spans, op, words), spans
+        )
 
 
 class _Kind(NamedTuple):
@@ -427,9 +427,14 @@ def _width(tensor: torch.Tensor) -> int:
     return tensor[0].numel() if tensor.shape[0] else int(torch.empty(tensor.shape[1:], device="meta").numel())
 
 
+def _is_narrow(tensor: torch.Tensor) -> bool:
+    """Whether a sum of many could overflow, or be rounded before it is divided, where its average is wanted."""
+    return tensor.dtype.itemsize < torch.float32.itemsize
+
+
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in which a sum of many neither overflows nor is rounded before it is divided."""
-    return tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=True)
+    """A copy in which it cannot."""
+    return tensor.to(torch.float32, copy=True)
 
 
 def _output(out: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

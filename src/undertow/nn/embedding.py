@@ -107,15 +107,13 @@ class ShardedEmbeddingBag(torch.nn.Module):
     ) -> torch.Tensor:
         """This rank's samples of all features, feature-major -> [samples, sum of dims]; `by_table` splits it.
 
-        Or one KeyedJaggedTensor of torchrec. `batches`: samples of each rank, to be checked; ranks tell each other in
-        any case. `weights` on all ranks or on none, of one dtype; no gradients come back to them.
+        Or one KeyedJaggedTensor of torchrec, with a feature for each table, by name, in any order. `batches`: samples
+        of each rank, to be checked; ranks tell each other in any case. `weights` on all ranks or none, of one dtype; no
+        gradients come back to them.
         """
         if hasattr(values, "keys") and hasattr(values, "lengths"):
-            weights, lengths = values.weights_or_none(), values.lengths()
-            names = [one.name for one in self.tables]
-            if list(values.keys()) != names:
-                raise InvalidArgument(argument="keys", was=str(list(values.keys())), must=f"{names}, as the tables")
-            values = values.values()
+            values = self._in_order(values)
+            weights, lengths, values = values.weights_or_none(), values.lengths(), values.values()
         if (offsets is None) == (lengths is None):
             was = "given beside lengths" if offsets is not None else "missing, as lengths is"
             raise InvalidArgument(argument="offsets", was=was, must="given, or lengths instead of it")
@@ -134,6 +132,15 @@ class ShardedEmbeddingBag(torch.nn.Module):
             sparse=self.sparse, divide_gradients=self.divide_gradients, optimizer=self.optimizer, group=group,
             strategy=self.strategy,
         )  # fmt: skip
+
+    def _in_order(self, keyed: Any) -> Any:
+        """A KeyedJaggedTensor with the tables' features only, in their order."""
+        keys, names = list(keyed.keys()), [one.name for one in self.tables]
+        if keys == names:
+            return keyed
+        if not set(names) <= set(keys) or not hasattr(keyed, "permute"):
+            raise InvalidArgument(argument="keys", was=str(keys), must=f"{names}, as the tables")
+        return keyed.permute([keys.index(name) for name in names])
 
     def by_table(self, y: torch.Tensor) -> dict[str, torch.Tensor]:
         """The columns of each table, by name."""

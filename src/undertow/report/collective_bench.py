@@ -150,7 +150,7 @@ def entry_for_file(path: str, in_place: bool | None, slots: int | None) -> Entry
     schedules = {one.in_place: one for one in chosen_forms(read(path, slots), in_place)}
     for one in schedules.values():
         check_schedule(one)
-    contract = next(iter(schedules.values())).contract
+    contract = schedules[max(schedules)].contract  # of the form in place, if there is one: it says where buffers meet
     known = contract.name in BUILT_IN and contract.name not in ROOTED  # a file does not name its root
     made = {form: sendable(one) for form, one in schedules.items()}
     return Entry(Path(path).stem, contract.name if known else "", contract, 0, tuple(made), made)
@@ -312,8 +312,10 @@ class _Measuring:
         shared = (entry.collective or number, in_place, direct)
         if shared not in trials:
             operation = self._sweep.operation
+            # A file without a name for its collective may mean another one in each form.
+            contract = entry.contract if entry.collective else entry.schedules[in_place].contract
             trials[shared] = make_trial(
-                self.group, entry.contract, nbytes, self._dtype, in_place, direct, operation,
+                self.group, contract, nbytes, self._dtype, in_place, direct, operation,
                 keeps_input=all(one.keeps_input for one in entry.schedules.values()),
             )  # fmt: skip
         return trials[shared]

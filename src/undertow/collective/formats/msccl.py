@@ -28,16 +28,22 @@ TYPES = ("s", "r", "rcs", "rrs", "rrc", "rrcs", "cpy", "re", "nop")
 BUFFERS = "ios"
 # Messages of a connection that are under way at most: a message is half the queue in Simple, an eighth in the others.
 SLOTS = {"Simple": 2, "LL": 8, "LL128": 8}
-# msccl-tools writes reduce_scatter; Azure's and AMD's executors know only reducescatter, which is what we write.
 COLLECTIVES = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reduce_scatter": "reduce_scatter",
-    "reducescatter": "reduce_scatter", "alltoall": "all_to_all", "broadcast": "broadcast", "reduce": "reduce",
+    "reducescatter": "reduce_scatter", "alltoall": "all_to_all", "alltoallv": "all_to_all", "broadcast": "broadcast",
+    "reduce": "reduce", "gather": "gather", "scatter": "scatter", "sendrecv": "send_recv", "alltonext": "all_to_next",
     "custom": "custom",
 }  # fmt: skip
+# Ours, as Azure's and AMD's executors spell them (msccl-tools writes reduce_scatter, which they do not know); any other
+# contract is custom, which the original runtime knows.
+WRITTEN = {
+    "all_reduce": "allreduce", "all_gather": "allgather", "reduce_scatter": "reducescatter", "all_to_all": "alltoall",
+    "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
+}  # fmt: skip
+HALVES = ("send", "recv")  # known to Azure's and AMD's executors: one side of a call, which promises nothing
 LEAST_BYTES, MOST_BYTES = 0, 128 << 20  # sizes of calls that a file is for which does not say so
 MOST_CHANNELS, MOST_THREADBLOCKS, MOST_STEPS, MOST_CHUNKS_OF_A_STEP = 32, 216, 256, 71
 MOST_THREADBLOCKS_OF_A_CHANNEL = 32  # that send, and as many that receive
-LONGEST_NAME = 63
 
 
 @dataclass(frozen=True, slots=True)

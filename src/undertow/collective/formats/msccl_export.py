@@ -16,14 +16,12 @@ from ...errors import NotExpressible, ProgramRefused, UnreadableFile
 from ..checker import check
 from ..schedule import MOVE, Schedule
 from . import msccl_import
-from .msccl import COLLECTIVES, Algorithm, Facts, Threadblock
+from .msccl import WRITTEN, Algorithm, Facts, Threadblock
 from .msccl_lower import lowered
 from .msccl_places import LETTERS, Places
 from .msccl_steps import Draft, DraftBlock, gpus
 from .msccl_write import FORMAT
 from .order import waits_of
-
-_NAMES = {ours: theirs for theirs, ours in COLLECTIVES.items()}
 
 
 def algorithm_of(schedule: Schedule, facts: Facts | None = None, like: Algorithm | None = None) -> Algorithm:
@@ -97,7 +95,7 @@ def _algorithm(
         return chunks[0], chunks[1], mixed[rank]
 
     longest = max(*contract.inputs, *contract.outputs) * instances
-    name = _NAMES.get(contract.name, "custom")
+    name = WRITTEN.get(contract.name, "custom")
     return Algorithm(schedule.name, name, max(1, longest), gpus(blocks, sizes), facts)
 
 

@@ -36,12 +36,12 @@ from .lanes import (
 )
 from .lanes import Step as LoweredStep
 from .msccl import COLLECTIVES, READS, RECEIVES, SENDS, SLOTS, STORES, Algorithm, Gpu, Step
-from .roots import ROOTED, with_root
+from .roots import UNEVEN, roots_of, shape
 from .text import damaged
 
 DEPTH = 2
 _BUFFERS = {"i": INPUT, "o": OUTPUT, "s": SCRATCH}
-_BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all")
+_BY_SHARD = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
 
 
 def schedules(
@@ -55,8 +55,8 @@ def schedules(
     return [importer.schedule(in_place) for in_place in algorithm.facts.forms]
 
 
-def contract_of(algorithm: Algorithm, path: str, root: int = 0) -> Contract:
-    """What a collective of this name promises; custom ones: sizes only."""
+def contract_of(algorithm: Algorithm, path: str, roots: tuple[int, ...] | None = None) -> Contract:
+    """What a collective of this name promises; custom ones: sizes only. `roots`: unset as long as nobody knows."""
     name = COLLECTIVES[algorithm.collective]
     ranks = algorithm.ranks
     if name == "custom":
@@ -72,7 +72,7 @@ def contract_of(algorithm: Algorithm, path: str, root: int = 0) -> Contract:
         damaged(path, 0, f"{reason} for {algorithm.collective}")
     _bound(2 * ranks * algorithm.chunks, path)
     chunks = algorithm.chunks // ranks if name in _BY_SHARD else algorithm.chunks
-    return BUILT_IN[name](ranks, chunks, root=root) if name in ROOTED else BUILT_IN[name](ranks, chunks)
+    return shape(name, ranks, chunks) if roots is None else BUILT_IN[name](ranks, chunks, *roots)
 
 
 def _bound(chunks: int, path: str) -> None:
@@ -101,12 +101,14 @@ class _Importer:
 
     def __init__(self, algorithm: Algorithm, path: str, slots: int, split: bool) -> None:
         self._algorithm, self._path, self._slots, self._split = algorithm, path, slots, split
+        self._name = COLLECTIVES[algorithm.collective]
         self._contract = contract_of(algorithm, path)
         _bound(sum(gpu.scratch_chunks for gpu in algorithm.gpus), path)
         blocks = sum(max(1, len(gpu.threadblocks)) for gpu in algorithm.gpus)
         if blocks > MOST_LANES:
             damaged(path, 0, f"it has {blocks} threadblocks in all, more than {MOST_LANES}")
         self._check_sizes()
+        self._check_places(self._contract)
         self._lanes: list[Lane] = []
         self._seats: list[list[_Seat]] = []
         self._waits: list[tuple[Place, Place, int]] = []
@@ -116,8 +118,15 @@ class _Importer:
 
     def schedule(self, in_place: bool) -> Schedule:
         """Collectives with a root name none in a file: what its steps do tells."""
-        made = self._lowered(self._contract, in_place)
-        return with_root(made, lambda root: contract_of(self._algorithm, self._path, root)).schedule()
+        made = self._lowered(self._placed(self._contract, in_place), in_place)
+        roots = roots_of(self._name, made)
+        if roots:
+            contract = self._placed(contract_of(self._algorithm, self._path, roots), in_place)
+            if self._name in UNEVEN:
+                self._check_places(contract, roots)
+                made = self._lowered(contract, in_place)
+            made = replace(made, contract=contract)
+        return made.schedule()
 
     def _check_sizes(self) -> None:
         ranks = self._algorithm.ranks
@@ -125,7 +134,7 @@ class _Importer:
         if moved > MOST_MOVES:
             damaged(self._path, 0, f"its steps move {moved} chunks in all, more than {MOST_MOVES}")
         for rank, gpu in enumerate(self._algorithm.gpus):
-            sizes = {"i": self._contract.inputs[rank], "o": self._contract.outputs[rank], "s": gpu.scratch_chunks}
+            sizes = {"i": self._contract.inputs[rank], "o": self._contract.outputs[rank]}
             if len(gpu.threadblocks) > MOST_LANES_OF_A_RANK:
                 reason = f"gpu {rank} has {len(gpu.threadblocks)} threadblocks, more than {MOST_LANES_OF_A_RANK}"
                 damaged(self._path, 0, reason)
@@ -138,11 +147,19 @@ class _Importer:
                     if peer == rank or peer >= ranks:
                         reason = f"tb {number} of gpu {rank} is connected to gpu {peer}"
                         damaged(self._path, 0, f"{reason}, but must be to another of the {ranks}")
+
+    def _check_places(self, contract: Contract, roots: tuple[int, ...] = ()) -> None:
+        known = f", as {self._algorithm.collective} has its root on gpu {roots[0]}" if len(roots) == 1 else ""
+        known = f", as gpu {roots[0]} sends to gpu {roots[1]}" if len(roots) == 2 else known
+        for rank, gpu in enumerate(self._algorithm.gpus):
+            sizes = {"i": contract.inputs[rank], "o": contract.outputs[rank], "s": gpu.scratch_chunks}
+            for block in gpu.threadblocks:
                 for step in block.steps:
                     for place, used in ((step.source, step.type in READS), (step.destination, step.type in STORES)):
                         if used and step.count and place[1] + step.count > sizes[place[0]]:
                             reason = f"chunk {place[1] + step.count - 1} of buffer {place[0]} is used on gpu {rank}"
-                            damaged(self._path, step.line, f"{reason}, which has {sizes[place[0]]}")
+                            why = known if place[0] != "s" else ""
+                            damaged(self._path, step.line, f"{reason}, which has {sizes[place[0]]}{why}")
 
     # -- steps and what they wait for ----------------------------------------------------------------------------------
 
@@ -257,11 +274,18 @@ class _Importer:
     def _seat(self, place: Place) -> _Seat:
         return self._seats[place[0]][place[1]]
 
+    def _placed(self, contract: Contract, in_place: bool) -> Contract:
+        """With a form in place: by shard, a rank's shard lies where it belongs in the longer buffer."""
+        if not in_place or contract.in_place is not None:
+            return contract
+        shards = self._name in ("gather", "scatter")
+        lengths = zip(contract.inputs, contract.outputs, strict=True)
+        starts = [rank * min(given, made) if shards else 0 for rank, (given, made) in enumerate(lengths)]
+        return replace(contract, in_place=tuple(starts))
+
     # -- one form ------------------------------------------------------------------------------------------------------
 
     def _lowered(self, contract: Contract, in_place: bool) -> Lowered:
-        if in_place and contract.in_place is None:
-            contract = replace(contract, in_place=(0,) * contract.ranks)
         ranks = contract.ranks
         room = [0] * ranks
         begins: dict[tuple[int, int, int], tuple[int, int]] = {}  # of a connection: first chunk of staging, width

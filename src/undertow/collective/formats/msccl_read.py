@@ -2,6 +2,7 @@
 
 The parser sees no document type, hence no entity can be declared; depth, elements and numbers are bounded. What a
 dialect adds (`outofplace`, `minBytes`, `maxBytes`, `nthreads`, ...) is optional, other attributes are kept as they are.
+So is what has one meaning when it is left out: peers, waits, sizes, places that only inform. Numbers are decimal.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .lanes import MOST_STEPS as MOST_STEPS_OF_ALL
 from .msccl import (
     BUFFERS,
     COLLECTIVES,
+    HALVES,
     READS,
     RECEIVES,
     SENDS,
@@ -27,13 +29,15 @@ from .msccl import (
     Step,
     Threadblock,
 )
-from .text import LONGEST_WORD, MOST_RANKS, damaged, read_bytes, shown, whole_number
+from .msccl_copies import Copy, with_copies
+from .text import LONGEST_WORD, MOST_RANKS, byte_count, damaged, read_bytes, shown, whole_number
 
-_LEVELS = ("algo", "gpu", "tb", "step")
+_LEVELS, _COPY = ("algo", "gpu", "tb", "step"), "copy"  # of which the last is for a gpu, beside its tb
 _KNOWN = frozenset(
     {"name", "proto", "nchannels", "nchunksperloop", "ngpus", "coll", "inplace", "outofplace"}
     | {"minBytes", "maxBytes", "nthreads"}
 )
+_OPEN = {"srcbuf": "i", "dstbuf": "o"}  # what is written where a place is left out
 _MOST_ATTRIBUTES = 64
 
 
@@ -52,11 +56,12 @@ def parse(data: bytes, path: str = "<bytes>") -> Algorithm:
 class _Element:
     """What is open at one level: attributes, line, and what was found inside."""
 
-    __slots__ = ("attributes", "children", "line")
+    __slots__ = ("attributes", "children", "copies", "line", "name")
 
-    def __init__(self, attributes: dict[str, str], line: int) -> None:
-        self.attributes, self.line = attributes, line
+    def __init__(self, name: str, attributes: dict[str, str], line: int) -> None:
+        self.name, self.attributes, self.line = name, attributes, line
         self.children: dict[int, Any] = {}
+        self.copies: list[Copy] = []
 
 
 class _Reader:
@@ -104,22 +109,29 @@ class _Reader:
         depth = len(self._open)
         if depth == 0 and name == "msccl_algos":
             self._damaged("it lists schedules instead of being one; name one of the files it lists")
-        if depth == len(_LEVELS) or name != _LEVELS[depth]:
+        if depth and self._open[-1].name == _COPY:
+            self._damaged(f"{shown(name)} stands inside {_COPY}, where nothing can")
+        if depth == len(_LEVELS) or (name != _LEVELS[depth] and (depth, name) != (2, _COPY)):
             inside = f"inside {_LEVELS[depth - 1]}" if depth else "outermost"
             wanted = f"only {_LEVELS[depth]} can" if depth < len(_LEVELS) else "nothing can"
-            self._damaged(f"{shown(name)} stands {inside}, where {wanted}")
+            newer = ": this is msccl-tools' newer form, which no runtime reads" if (depth, name) == (3, "op") else ""
+            self._damaged(f"{shown(name)} stands {inside}, where {wanted}{newer}")
         if len(attributes) > _MOST_ATTRIBUTES:
             self._damaged(f"{name} has {len(attributes)} attributes, more than {_MOST_ATTRIBUTES}")
-        if name == "step":
+        if name in ("step", _COPY):
             self._steps += 1
             if self._steps > MOST_STEPS_OF_ALL:
                 self._damaged(f"there are more than {MOST_STEPS_OF_ALL} steps")
-        self._open.append(_Element(attributes, self._line))
+        self._open.append(_Element(name, attributes, self._line))
 
     def _end(self, name: str) -> None:
         element = self._open.pop()
         if name == "algo":
             self._found = self._algorithm(element)
+            return
+        if name == _COPY:
+            source, destination = self._number(element, "i_off", 0), self._number(element, "o_off", 0)
+            self._open[-1].copies.append(Copy(source, destination, element.line))
             return
         number, made = {"gpu": self._gpu, "tb": self._threadblock, "step": self._step}[name](element)
         siblings = self._open[-1].children
@@ -134,22 +146,28 @@ class _Reader:
         kind = self._word(element, "type", (*TYPES, "ra"))
         if kind == "ra":
             self._damaged("step type 'ra' is known to MSCCL's reader, but no runtime implements it", element.line)
-        places = []
-        for buffer, offset, own in (("srcbuf", "srcoff", READS), ("dstbuf", "dstoff", STORES)):
-            least = 0 if kind in own else -1  # what only informs may be left open
-            places.append((self._word(element, buffer, tuple(BUFFERS)), self._number(element, offset, least)))
-        count = self._number(element, "cnt", 0)
-        block, step = self._number(element, "depid", -1), self._number(element, "deps", -1)
+        source = self._place(element, "srcbuf", "srcoff", kind in READS)
+        destination = self._place(element, "dstbuf", "dstoff", kind in STORES)
+        count = self._number(element, "cnt", 0, default=0 if kind == "nop" else None)
+        block, step = self._number(element, "depid", -1, default=-1), self._number(element, "deps", -1, default=-1)
         if (block < 0) != (step < 0):
             self._damaged(f"depid is {block} and deps is {step}, but both or none must be -1", element.line)
         depends_on = None if block < 0 else (block, step)
-        published = self._number(element, "hasdep", 0, 1) == 1
-        return number, Step(kind, places[0], places[1], count, depends_on, published, element.line)
+        published = self._number(element, "hasdep", 0, 1, default=0) == 1
+        return number, Step(kind, source, destination, count, depends_on, published, element.line)
+
+    def _place(self, element: _Element, buffer: str, offset: str, own: bool) -> tuple[str, int]:
+        """One of a step's two. What only informs may be left open, or out."""
+        if not own and buffer not in element.attributes:
+            return _OPEN[buffer], -1
+        letter = self._word(element, buffer, tuple(BUFFERS))
+        return letter, self._number(element, offset, 0 if own else -1, default=None if own else -1)
 
     def _threadblock(self, element: _Element) -> tuple[int, Threadblock]:
         number = self._number(element, "id", 0)
-        send, receive = self._number(element, "send", -1), self._number(element, "recv", -1)
-        channel = self._number(element, "chan", 0 if max(send, receive) >= 0 else -1)
+        send, receive = (self._number(element, name, -1, default=-1) for name in ("send", "recv"))
+        alone = max(send, receive) < 0
+        channel = self._number(element, "chan", -1 if alone else 0, default=0 if alone else None)
         steps: tuple[Step, ...] = self._dense(element, "step")
         for step in steps:
             if step.count and ((step.type in SENDS and send < 0) or (step.type in RECEIVES and receive < 0)):
@@ -159,16 +177,18 @@ class _Reader:
 
     def _gpu(self, element: _Element) -> tuple[int, Gpu]:
         number = self._number(element, "id", 0)
-        sizes = [self._number(element, name, 0) for name in ("i_chunks", "o_chunks", "s_chunks")]
-        return number, Gpu(sizes[0], sizes[1], sizes[2], self._dense(element, "tb"))
+        sizes = [self._number(element, name, 0, default=0) for name in ("i_chunks", "o_chunks", "s_chunks")]
+        return number, Gpu(sizes[0], sizes[1], sizes[2], with_copies(self._dense(element, "tb"), element.copies))
 
     def _algorithm(self, element: _Element) -> Algorithm:
-        ranks = self._number(element, "ngpus", 1, MOST_RANKS)
         gpus: tuple[Gpu, ...] = self._dense(element, "gpu")
+        if not gpus:
+            self._damaged("there is no gpu in it", element.line)
+        ranks = self._number(element, "ngpus", 1, MOST_RANKS, default=len(gpus))
         if len(gpus) != ranks:
             self._damaged(f"ngpus is {ranks}, but there are {len(gpus)} of them", element.line)
-        collective = self._word(element, "coll", tuple(COLLECTIVES))
-        protocol = self._word(element, "proto", tuple(SLOTS)) if "proto" in element.attributes else "Simple"
+        collective = self._collective(element)
+        protocol = self._protocol(element) if "proto" in element.attributes else "Simple"
         chunks = self._number(element, "nchunksperloop", 1)
         in_place = self._number(element, "inplace", 0, 1, default=0) == 1
         apart = self._number(element, "outofplace", 0, 1, default=int(not in_place)) == 1
@@ -186,6 +206,25 @@ class _Reader:
             self._damaged(f"name is {shown(name)}, but must be a word of at most {LONGEST_WORD} letters", element.line)
         return Algorithm(name, collective, chunks, gpus, facts)
 
+    def _collective(self, element: _Element) -> str:
+        """As MSCCL spells it, whatever the case; of names with and without a hyphen or underscore, the one it is in."""
+        said = self._attribute(element, "coll")
+        plain = said.lower().replace("_", "").replace("-", "")
+        if plain in HALVES:
+            reason = "which is one half of a call and promises nothing: sendrecv is both"
+            self._damaged(f"coll is {shown(said)}, {reason}", element.line)
+        if said not in COLLECTIVES and plain not in COLLECTIVES:
+            known = f"one of {', '.join(COLLECTIVES)} (custom: whatever its steps compute)"
+            self._damaged(f"coll is {shown(said)}, but must be {known}", element.line)
+        return said if said in COLLECTIVES else plain
+
+    def _protocol(self, element: _Element) -> str:
+        said = self._attribute(element, "proto")
+        found = next((known for known in SLOTS if known.lower() == said.lower()), None)
+        if found is None:
+            self._damaged(f"proto is {shown(said)}, but must be one of {', '.join(SLOTS)}", element.line)
+        return found
+
     # -- attributes ----------------------------------------------------------------------------------------------------
 
     def _dense(self, element: _Element, what: str) -> tuple[Any, ...]:
@@ -198,7 +237,7 @@ class _Reader:
     def _attribute(self, element: _Element, name: str) -> str:
         value = element.attributes.get(name)
         if value is None:
-            self._damaged(f"{_LEVELS[len(self._open)]} has no {name}", element.line)
+            self._damaged(f"{element.name} has no {name}", element.line)
         return value
 
     def _number(
@@ -218,9 +257,10 @@ class _Reader:
         text = element.attributes.get(name)
         if text is None:
             return None
-        if not (text.isascii() and text.isdigit() and len(text) <= 20 and int(text) < 1 << 64):
-            self._damaged(f"{name} is {shown(text)}, but must be a number of bytes", element.line)
-        return int(text)
+        value = byte_count(text)
+        if value is None:
+            self._damaged(f"{name} is {shown(text)}, but must be a number of bytes in decimal digits", element.line)
+        return value
 
     def _word(self, element: _Element, name: str, known: tuple[str, ...]) -> str:
         value = self._attribute(element, name)

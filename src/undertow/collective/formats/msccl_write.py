@@ -5,7 +5,8 @@ from __future__ import annotations
 from xml.sax.saxutils import quoteattr
 
 from ...errors import NotExpressible
-from .msccl import LEAST_BYTES, LONGEST_NAME, MOST_BYTES, Algorithm, Step, beyond_limits
+from .msccl import LEAST_BYTES, MOST_BYTES, Algorithm, Step, beyond_limits
+from .text import LONGEST_WORD
 
 FORMAT = "MSCCL XML"
 
@@ -17,7 +18,8 @@ def text_of(algorithm: Algorithm) -> str:
         raise NotExpressible(name=algorithm.name, format=FORMAT, reason=reason)
     facts = algorithm.facts
     attributes: list[tuple[str, object]] = [
-        ("name", algorithm.name[:LONGEST_NAME]),
+        # A runtime uses 63 letters of it and reads 255.
+        ("name", algorithm.name[:LONGEST_WORD]),
         ("proto", facts.protocol),
         ("nchannels", max(1, algorithm.channels)),
         ("nchunksperloop", algorithm.chunks),

@@ -32,12 +32,14 @@ SIGNALS, WAITS = frozenset({"signal", "rlxsignal", "pws", "pwsf"}), frozenset({"
 SYNCHRONISES = frozenset({"signal", "rlxsignal", "wait", "rlxwait", "sem_release", "sem_acquire", "barrier"})
 IDLE = frozenset({"nop", "flush"})
 NEEDS_MULTICAST = frozenset({"gstore", "gstorepkt", "glre", "glres"})
+# Names of the first plans. One of them, cpkt, meant unpacking there: such a file must not be taken for a present one.
+EARLIER = frozenset({"tpkt", "rpkt", "rspkt", "rs", "rrc", "rrcs", "rsignal", "rwait"})
 KNOWN = COPIES | SUMS | SYNCHRONISES | IDLE | {"pipeline"}
 COLLECTIVES = {
     "allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
     "alltoall": "all_to_all", "broadcast": "broadcast", "reduce": "reduce",
 }  # fmt: skip
-CHANNEL_TYPES = ("memory", "port")
+CHANNEL_TYPES, MULTICAST = ("memory", "port"), "switch"
 MOST_OPERATIONS, MOST_CHANNELS, MOST_CHANNELS_OF_ONE, MOST_BUFFERS_OF_ONE = 64, 16, 8, 10
 MOST_SEMAPHORES = 16
 

@@ -48,7 +48,7 @@ from .mscclpp import (
     Operation,
     Plan,
 )
-from .roots import ROOTED, with_root
+from .roots import roots_of
 from .text import damaged
 
 _BUFFERS = {"i": INPUT, "o": OUTPUT, "s": SCRATCH}
@@ -58,10 +58,11 @@ _MOST_GRAIN = 64
 def schedule_of(plan: Plan, path: str = "<file>") -> Schedule:
     """Not checked yet."""
     importer = _Importer(plan, path)
-    return with_root(importer.lowered(), importer.contract).schedule()
+    made = importer.lowered()
+    return replace(made, contract=importer.contract(*roots_of(made.contract.name, made))).schedule()
 
 
-def contract_of(plan: Plan, path: str, root: int = 0) -> Contract:
+def contract_of(plan: Plan, path: str, *roots: int) -> Contract:
     """What the collective of this name promises; for a name we do not know, sizes only."""
     name = COLLECTIVES.get(plan.collective.lower().replace("_", ""), "custom")
     ranks = len(plan.gpus)
@@ -74,7 +75,7 @@ def contract_of(plan: Plan, path: str, root: int = 0) -> Contract:
     factor = inputs[0] // ranks if name == "reduce_scatter" else factor
     if factor < 1 or factor * ranks * ranks > MOST_CHUNKS:
         damaged(path, 0, f"{inputs[0]} input and {outputs[0]} output chunks are not what {plan.collective} has")
-    contract = BUILT_IN[name](ranks, factor, root=root) if name in ROOTED else BUILT_IN[name](ranks, factor)
+    contract = BUILT_IN[name](ranks, factor, *roots)
     for rank, (given, made) in enumerate(zip(inputs, outputs, strict=True)):
         if given not in (0, contract.inputs[rank]) or made not in (0, contract.outputs[rank]):
             reason = f"gpu {rank} has {given} input and {made} output chunks, but {plan.collective} with {factor}"
@@ -112,9 +113,9 @@ class _Importer:
         self._packets: dict[int, Place] = {}
         self._unpacked: list[tuple[Place, int]] = []
 
-    def contract(self, root: int = 0) -> Contract:
+    def contract(self, *roots: int) -> Contract:
         """With chunks cut as groups of threadblocks share them."""
-        contract = contract_of(self._plan, self._path, root)
+        contract = contract_of(self._plan, self._path, *roots)
         if self._plan.in_place and contract.in_place is None:
             contract = replace(contract, in_place=(0,) * contract.ranks)
         return contract.refined(self._grain)

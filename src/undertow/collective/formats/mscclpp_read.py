@@ -7,7 +7,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .lanes import MOST_STEPS
-from .mscclpp import CHANNEL_TYPES, KNOWN, NEEDS_MULTICAST, SUMS, Gpu, Operand, Operation, Plan
+from .mscclpp import (
+    CHANNEL_TYPES,
+    EARLIER,
+    KNOWN,
+    MULTICAST,
+    NEEDS_MULTICAST,
+    SUMS,
+    Gpu,
+    Operand,
+    Operation,
+    Plan,
+)
 from .text import LONGEST_WORD, MOST_RANKS, damaged, read_bytes, shown
 
 _MOST_CONTAINERS, _MOST_VALUES = 1 << 20, 1 << 22
@@ -26,7 +37,7 @@ def parse(data: bytes, path: str = "<bytes>") -> Plan:
     if data.count(b"{") + data.count(b"[") > _MOST_CONTAINERS or data.count(b",") > _MOST_VALUES:
         damaged(path, 0, f"it has more than {_MOST_CONTAINERS} lists and objects, or {_MOST_VALUES} values")
     try:
-        whole = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+        whole = json.loads(data.decode("utf-8-sig"), parse_constant=_no_constant)
     except json.JSONDecodeError as error:
         damaged(path, error.lineno, f"this is no JSON: {error.msg.lower()}")
     except UnicodeDecodeError:
@@ -79,7 +90,8 @@ class _Reader:
         for one in self._objects(fields, "channels", where):
             kind = self._text(one, "channel_type", where)
             if kind not in CHANNEL_TYPES:
-                self._damaged(f"{where} has a channel of type {shown(kind)}, which needs multicast hardware")
+                why = "which needs multicast hardware" if kind == MULTICAST else "which is not known"
+                self._damaged(f"{where} has a channel of type {shown(kind)}, {why}")
             peers = tuple(self._numbers(one, "connected_to", where))
             if any(peer >= self._ranks for peer in peers):
                 self._damaged(f"{where} has a channel to gpu {max(peers)}, which is not there")
@@ -193,6 +205,9 @@ class _Block:
         name = reader._text(fields, "name", f"an operation of {where}")
         if name in NEEDS_MULTICAST:
             reader._damaged(f"{where} has the operation {name}, which needs multicast hardware")
+        if name in EARLIER:
+            reason = "which only earlier releases of MSCCL++ read, where other names meant other things, too"
+            reader._damaged(f"{where} has the operation {name}, {reason}")
         if name not in KNOWN:
             reader._damaged(f"{where} has the operation {shown(name)}, which is not known")
         if name in SUMS and fields.get("reduce_op", "sum") != "sum":

@@ -11,7 +11,9 @@ from ...errors import UnreadableFile
 MOST_BYTES = 64 << 20
 MOST_RANKS = 1024
 LONGEST_WORD = 255
-_WHOLE_NUMBER = re.compile(r"-?[0-9]{1,9}")
+# No leading zero: C's strtol, with which others read such files, takes that for octal.
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,8}")
+_BYTES = re.compile(r"0|[1-9][0-9]{0,19}")
 
 
 def read_bytes(path: str | Path) -> bytes:
@@ -32,8 +34,13 @@ def damaged(path: str, line: int, reason: str) -> NoReturn:
 
 
 def whole_number(text: str) -> int | None:
-    """An integer of at most nine digits; None for anything else, however Python would read it."""
+    """A decimal integer of at most nine digits; None for anything else, however Python or C would read it."""
     return int(text) if _WHOLE_NUMBER.fullmatch(text) else None
+
+
+def byte_count(text: str) -> int | None:
+    """A number of bytes below 2^64, in decimal digits; None for anything else."""
+    return int(text) if _BYTES.fullmatch(text) and int(text) < 1 << 64 else None
 
 
 def shown(text: object) -> str:

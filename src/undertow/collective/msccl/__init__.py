@@ -10,7 +10,7 @@ Or all of it from here.
 from .chunks import Buffer, Chunk, ReduceChunk
 from .collectives import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from .program import XML, Check, MSCCLProgram, Print, Ref, ThreadblockPolicy, chunk, create_scratch
-from .topologies import Topology, dgx1, fully_connected, hub_and_spoke, line, ring, star
+from .topologies import Topology, dgx1, dgx_a100, fully_connected, hub_and_spoke, line, nvlink_only, ring, star
 
 __all__ = [
     "XML",
@@ -31,9 +31,11 @@ __all__ = [
     "chunk",
     "create_scratch",
     "dgx1",
+    "dgx_a100",
     "fully_connected",
     "hub_and_spoke",
     "line",
+    "nvlink_only",
     "ring",
     "star",
 ]

@@ -56,9 +56,13 @@ class ReduceChunk:
         more = chunk.chunks if isinstance(chunk, ReduceChunk) else [chunk]
         return ReduceChunk(self.creation_rank, self.chunks + more)
 
+    def sort(self) -> None:
+        """Chunks by their origins."""
+        self.chunks.sort(key=lambda one: one.origin)
+
     @property
     def origins(self) -> tuple[tuple[int, int], ...]:
-        return tuple(one.origin for one in self.chunks)
+        return tuple(sorted(one.origin for one in self.chunks))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ReduceChunk) and self.origins == other.origins

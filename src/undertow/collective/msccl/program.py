@@ -39,6 +39,7 @@ from .meaning import meaning
 from .topologies import Topology
 
 _current: MSCCLProgram | None = None
+_UNSAID = -(1 << 31)  # -1 is the same for scratch, but a place like any other of a buffer that lies in another one
 
 
 class ThreadblockPolicy(Enum):
@@ -172,6 +173,10 @@ class MSCCLProgram:
         schedule = self.compile()
         return text(schedule, XML_SUFFIX, facts=Facts(self.protocol, (schedule.in_place,)))
 
+    def generate_xml(self) -> str:
+        """As msccl-tools calls it."""
+        return self.xml()
+
     # -- slots ---------------------------------------------------------------------------------------------------------
 
     def _overlap(self) -> tuple[int, ...] | None:
@@ -195,9 +200,12 @@ class MSCCLProgram:
         slots[index] = content
 
     def _ref(self, rank: int, buffer: object, index: int, size: int) -> Ref:
-        """To where these slots really lie."""
-        self._place(rank, buffer, index, size)
-        return Ref(self, rank, *self.collective.get_buffer_index(rank, buffer, index), size)
+        """To where these slots really lie: in place, an index may lead beyond the buffer it is said of, as there."""
+        if not 0 <= rank < self.num_ranks:  # a collective of the user's own is asked about ranks that exist only
+            self.trace.refuse(f"rank {rank} does not exist: there are ranks 0 to {self.num_ranks - 1}", _caller())
+        real, at = self.collective.get_buffer_index(rank, buffer, index)
+        self._place(rank, real, at, size)
+        return Ref(self, rank, real, at, size)
 
     def _place(self, rank: int, buffer: object, index: int, size: int) -> Place:
         """The same in our language; what is out of bounds is refused with the program's own line."""
@@ -240,8 +248,17 @@ class Ref:
     def __repr__(self) -> str:
         return f"Ref({self.buffer}, index {self.index}, size {self.size}, rank {self.rank})"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ref) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return id(self.prog), self.rank, self.buffer, self.index, self.size
+
     def copy(
-        self, dst: int, buffer: object = None, index: int = -1, sendtb: int = -1, recvtb: int = -1, ch: int = -1
+        self, dst: int, buffer: object = None, index: int = _UNSAID, sendtb: int = -1, recvtb: int = -1, ch: int = -1
     ) -> Ref:
         """To rank `dst`: the same place, or that buffer and index; in scratch, without an index, behind all of it.
 
@@ -250,10 +267,11 @@ class Ref:
         """
         if buffer is None:
             buffer = self.buffer
-            index = self.index if index == -1 else index
-        if index == -1 and buffer not in (Buffer.input, Buffer.output):
+            index = self.index if index in (_UNSAID, -1) else index
+        if index in (_UNSAID, -1) and buffer not in (Buffer.input, Buffer.output):
             index = len(self.prog.buffers[dst].get(buffer, []))
-        self.prog._place(dst, buffer, index, self.size)
+        if index == _UNSAID:
+            self.prog._place(dst, buffer, -1, self.size)  # which is refused
         to = self.prog._ref(dst, *self.prog.collective.get_buffer_index(self.rank, buffer, index), self.size)
         if (to.rank, to.buffer, to.index) == (self.rank, self.buffer, self.index):
             return to  # in place, it is there already
@@ -262,6 +280,9 @@ class Ref:
 
     def reduce(self, other_chunkref: Ref, sendtb: int = -1, recvtb: int = -1, ch: int = -1) -> Ref:
         """self += other, at self."""
+        if not isinstance(other_chunkref, Ref):  # chunk() gives None where nothing stands yet
+            must = "a reference, as chunk() gives it where something stands"
+            raise InvalidArgument(argument="other_chunkref", was=repr(other_chunkref), must=must)
         self.prog._record(REDUCE, other_chunkref, self, _channel(ch, sendtb, recvtb), sys._getframe(1))
         return self
 

@@ -10,11 +10,13 @@ from ...topology import Topology as OurTopology
 __all__ = [
     "Topology",
     "dgx1",
+    "dgx_a100",
     "distributed_fully_connected",
     "distributed_hub_and_spoke",
     "fully_connected",
     "hub_and_spoke",
     "line",
+    "nvlink_only",
     "ring",
     "star",
 ]
@@ -84,6 +86,24 @@ def dgx1() -> Topology:
     """Eight GPUs: two rings of four with their diagonals, linked one to one."""
     pairs = {(base + one, base + other) for base in (0, 4) for one in range(4) for other in range(one)}
     return _of_pairs("DGX1", 8, pairs | {(one, one + 4) for one in range(4)})
+
+
+def dgx_a100() -> Topology:
+    """Eight GPUs behind switches, each with 12 links."""
+    return Topology("DGX_A100", [[12 * int(dst != src) for src in range(8)] for dst in range(8)])
+
+
+def nvlink_only(nvidia_smi_topo: str | None = None) -> Topology:
+    """GPUs and how many NVLinks join each two, as the table that `nvidia-smi topo -m` prints says."""
+    if nvidia_smi_topo is None:
+        must = "the table that `nvidia-smi topo -m` prints"
+        raise InvalidArgument(argument="nvidia_smi_topo", was=nvidia_smi_topo, must=must)
+    rows = [line.split() for line in nvidia_smi_topo.splitlines() if line.startswith("GPU")]
+    links = [
+        [int(cell[2:]) if cell[:2] == "NV" and cell[2:].isdigit() else 0 for cell in row[1 : len(rows) + 1]]
+        for row in rows
+    ]
+    return Topology("NVLinkOnly", links)
 
 
 def distributed_fully_connected(local_topology: Topology, num_local: int, remote_bw: int = 1) -> Topology:
