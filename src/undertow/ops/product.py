@@ -121,12 +121,13 @@ class TileProduct(Product):
             for row, rows, column, columns, place, stride in self._blocks[parcel]:
                 x, w = self._x[row : row + rows], self._w[:, column : column + columns]
                 block = self._buffer.as_strided((rows, columns), (stride, 1), self._buffer.storage_offset() + place)
-                product = torch.mm(x, w, out=block) if block.is_contiguous() else torch.mm(x, w)
+                aside = self._finish is not None and not block.is_contiguous()  # it finishes what lies together
+                product = torch.mm(x, w) if aside else torch.mm(x, w, out=block)
                 if self._finish is not None:
                     bias = self._finish.bias
                     part = None if bias is None else bias[column : column + columns]
                     Finish(part, self._finish.activation).apply(product)
-                if product is not block:
+                if aside:
                     block.copy_(product)
 
 
