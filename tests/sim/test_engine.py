@@ -14,7 +14,7 @@ import pytest
 import sim_cases
 from sim_cases import BANDWIDTH, LATENCY, switch
 
-from undertow.collective import LIBRARY, Schedule
+from undertow.collective import LIBRARY, Schedule, Trace, program
 from undertow.errors import InvalidArgument, ProgramRefused, SimulationRefused
 from undertow.sim import core
 from undertow.sim.cluster import Cluster
@@ -211,6 +211,25 @@ def test_speed_and_memory() -> None:
     assert memory[256] == memory[64] < 4 << 20  # more of the same takes no more memory
     if CORE == "numba":
         assert best > 2e6
+
+
+def test_memory_of_direct_schedules_is_that_of_what_is_under_way() -> None:
+    """4096 posts that are waited for one by one, long after they were seen; and a ring whose ranks also copy much."""
+
+    @program("all_reduce", chunks=4096)
+    def ahead(c: Trace) -> None:
+        for chunk in range(4096):
+            total = c.rank(0).input[chunk].copy(c.rank(0).output[chunk])
+            total = total.reduce(c.rank(1).input[chunk], channel=1)
+            total.copy(c.rank(1).output[chunk], channel=1)
+
+    schedule = ahead.compile(ranks=2, target="direct", check=False)
+    slow = Rules(memory_rate=10e9, copies_are_free=True)  # sums are, so that copies run ahead of them
+    assert simulate(schedule, switch(2), nbytes=4096 << 10, rules=slow, check=False).memory < 128 << 10
+    ring = LIBRARY["ring"].compile(ranks=256, target="direct", check=False)
+    assert len(ring.instructions) > 2 * 255 * 256  # beside its messages it has copies
+    found = simulate(ring, switch(256), nbytes=256 * 16 << 16, tile=1 << 16, check=False)
+    assert found.memory < 1 << 20  # two messages and two flights a rank
 
 
 def test_bad_arguments_are_one_sentence() -> None:

@@ -8,85 +8,60 @@ begins when the first bytes of all pulls are here, and ends no earlier than they
     delivered   the last byte has arrived everywhere
     post        seen by the waiter at max(delivered of all that its worker has done so far, out + way of a signal)
 
-Events: a message reaches its next link, a worker starts, pushes may begin, a message is over (fair sharing only). When
-a post will be seen is known when it is made, so it waits in a list of its semaphore instead of among the events, and
-its waiter's start is an event as soon as all it waits for is known. Flights, messages, posts and events under way are
-rows of arrays, handed out again when they are over, so that memory follows what is under way. One turn of the loop
-makes at most one flight; room is made before.
+Events: a message reaches its next link, a worker starts, pushes may begin, a message is over (fair sharing only). Posts
+are no events: see `workers`. Flights, messages, posts and events under way are rows of arrays, handed out again when
+they are over; an instruction that moves nothing and tells nobody has no flight. So memory follows what is under way.
+One turn of the loop makes at most one flight; room is made before.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..collective.schedule import END, NEEDED, READY
+from ..collective.schedule import END, NEEDED
+from . import links as of_links
 from .compiled import compiled
 from .event_queue import has_room, is_empty, put, settle, take
-from .links import BUSY, LATENCY, MOVED, RATE, ROUTE, SPEED, fair_rates, serve
+from .links import LATENCY, MOVED, RATE, ROUTE, SPEED, fair_rates, serve
+from .workers import (
+    ARRIVED,
+    AT,
+    BLOCKED,
+    BUSY,
+    CAUSE,
+    CLASS,
+    COUNT,
+    KIND,
+    NEWEST,
+    NUMBER,
+    OLDEST,
+    OWN,
+    POST_FROM,
+    POST_TO,
+    POSTS,
+    PULL_FROM,
+    PULL_TO,
+    PUSH_FROM,
+    PUSH_TO,
+    RANK,
+    STATE,
+    TURN,
+    WAITER,
+    advance,
+    begins,
+    post,
+)  # fmt: skip
 
 FINE, TOO_MANY, FULL = range(3)
-# Columns of instructions; they stand in rows, for all of a row is needed at once.
-(
-    KIND, NUMBER, CLASS, COUNT, WAIT_FROM, WAIT_TO, POST_FROM, POST_TO, PULL_FROM, PULL_TO, PUSH_FROM, PUSH_TO, NEXT,
-) = range(13)  # fmt: skip
-STEP_COLUMNS = 13
-SEMAPHORE, VALUE, BACK = range(3)  # columns of waits
-# Columns of semaphores; each turn: posts of an iteration, 0 for those of a start; posted ones that are not passed yet
-# are a list, from the oldest to the newest.
-WAITER, EACH_TURN, _POSTED, _PASSED, OLDEST_POST, _NEWEST_POST = range(6)
-SEMAPHORE_COLUMNS = 8
-FIRST, BODY, RANK = range(3)  # columns of workers: rows of the first instruction and of the first in the loop; -1: none
-AT, TURN, STATE, _OLDEST, _NEWEST, _CAUSE, _OWN = range(7)  # how workers stand; flights whose posts are due
-_FREE_AT, ARRIVED, ENDED = range(3)
 _HOP, TRY, _GO, _PUSH, _OVER, _DUE = range(6)
 KIND_BITS = 3  # of an event; above them the number of what it is about
-# Columns of posts: the next one, or the next free one; the logged flight behind it; how many posts the row stands for,
-# since those that nobody waits for by number are told with the next one; whether somebody does.
-_POST_NEXT, _POST_LOG, _POST_COUNT, _POST_WAITED = range(4)
-POSTED_TO, IS_WAITED = range(2)  # columns of what instructions post
-FREE_POST, POSTS = 11, 12  # of counters: the first free post, and how many rows are in use
-BLOCKED, _COMING, _BUSY, _DONE = range(4)  # a worker: waits for posts, has a start among the events, has a flight
 # Columns of flights and messages. A free row keeps the number of the next free one in its first column.
 _LINKED, _WORKER, _INSTRUCTION, _LEFT, _HEADS, _LOGGED, _LINK = range(7)
 _BYTES, _HEAD, _TAIL, _OUT, _DELIVERED, _WORST = range(6)
 _FLIGHT, _HOP_AT, _IS_PULL = 0, 2, 3  # and the route
 _SIZE, _ARRIVES = 0, 1  # and the speed
-LOG_STEP, LOG_COLUMNS = (
-    1,
-    8,
-)  # worker, instruction, iteration, begin, out, delivered, the flight that let it begin, its slowest link
-
-
-@compiled
-def _begins(
-    worker, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels, stand, moment,
-    counters,
-):  # fmt: skip
-    """When a worker starts its next instruction; -1 if something it waits for has not been posted yet.
-
-    Posts that are waited for are passed, which frees them: the worker's own time remembers when the last was seen.
-    """
-    step = stand[worker, AT]
-    turn = iterations - 1 if steps[step, KIND] == END else stand[worker, TURN]
-    for entry in range(steps[step, WAIT_FROM], steps[step, WAIT_TO]):
-        semaphore = waits[entry, SEMAPHORE]
-        target = waits[entry, VALUE] + (turn - waits[entry, BACK]) * semaphores[semaphore, EACH_TURN]
-        if semaphores[semaphore, _POSTED] < target:
-            return -1.0
-        while semaphores[semaphore, _PASSED] < target:
-            post = semaphores[semaphore, OLDEST_POST]
-            semaphores[semaphore, _PASSED] += post_i[post, _POST_COUNT]
-            semaphores[semaphore, OLDEST_POST] = post_i[post, _POST_NEXT]
-            if post_f[post] > moment[worker, _FREE_AT]:  # seen in order, so the last one decides
-                moment[worker, _FREE_AT] = post_f[post]
-                stand[worker, _CAUSE] = post_i[post, _POST_LOG]
-            post_i[post, _POST_NEXT] = counters[FREE_POST]
-            counters[FREE_POST] = post
-    begins = max(now, moment[worker, _FREE_AT])
-    if steps[step, KIND] == READY:
-        begins = max(begins, ready_at[workers[worker, RANK] * parcels + steps[step, NUMBER]])
-    stand[worker, STATE] = _COMING
-    return begins
+# Columns of the log: worker, instruction, iteration, begin, out, delivered, the flight that let it begin, slowest link.
+LOG_STEP, LOG_COLUMNS = 1, 8
 
 
 @compiled
@@ -182,14 +157,14 @@ def run(
             go = which
         elif what == TRY:
             if stand[which, STATE] == BLOCKED:  # else a post was quicker
-                come_at = _begins(
+                come_at = begins(
                     which, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
                     stand, moment, counters,
                 )  # fmt: skip
                 if come_at >= 0:
                     coming = (which << KIND_BITS) | _GO
         elif what == _DUE:
-            flight = stand[which, _OLDEST]
+            flight = stand[which, OLDEST]
         elif what == _PUSH:
             push = which
         elif what == _OVER:
@@ -209,7 +184,7 @@ def run(
                 link = route_link[entry]
                 head += links[link, LATENCY]
                 links[link, MOVED] += message_f[which, _SIZE]
-                links[link, BUSY] += message_f[which, _SIZE] / links[link, RATE]
+                links[link, of_links.BUSY] += message_f[which, _SIZE] / links[link, RATE]
                 if links[link, RATE] < slowest:
                     slowest = links[link, RATE]
                     flight_i[begun, _LINK] = link
@@ -253,35 +228,45 @@ def run(
             step = stand[go, AT]
             kind = steps[step, KIND]
             turn = iterations - 1 if kind == END else stand[go, TURN]
-            stand[go, STATE] = _BUSY
-            flight = free_flight
-            if flight >= 0:
-                free_flight = flight_i[flight, _LINKED]
-            else:
-                flight = flights
-                flights += 1
+            stand[go, STATE] = BUSY
             made += 1
             nbytes = _bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes)
             pulled, pushed = 0, 0
             if nbytes > 0:
                 pulled = steps[step, PULL_TO] - steps[step, PULL_FROM]
                 pushed = steps[step, PUSH_TO] - steps[step, PUSH_FROM]
-            flight_i[flight, _LINKED], flight_i[flight, _WORKER], flight_i[flight, _INSTRUCTION] = -1, go, step
-            flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed, pulled
-            flight_i[flight, _LINK], flight_i[flight, _LOGGED] = -1, -1
-            flight_f[flight, _BYTES], flight_f[flight, _HEAD], flight_f[flight, _TAIL] = nbytes, now, 0.0
-            flight_f[flight, _OUT], flight_f[flight, _WORST] = now + step_seconds + nbytes * busy_per_byte[step], 0
-            flight_f[flight, _DELIVERED] = flight_f[flight, _OUT] if pushed == 0 else now
-            if stand[go, _NEWEST] >= 0:
-                flight_i[stand[go, _NEWEST], _LINKED] = flight
-            else:
-                stand[go, _OLDEST] = flight
-            stand[go, _NEWEST] = flight
+            out = now + step_seconds + nbytes * busy_per_byte[step]
             if traced:
                 log[logged, 0], log[logged, 1], log[logged, 2], log[logged, 3] = go, step, turn, now
-                log[logged, 6] = stand[go, _CAUSE]
-                flight_i[flight, _LOGGED] = stand[go, _OWN] = logged
+                log[logged, 4], log[logged, 5], log[logged, 6], log[logged, 7] = out, out, stand[go, CAUSE], -1
+                stand[go, OWN] = logged
                 logged += 1
+            if pulled + pushed == 0 and steps[step, POST_FROM] == steps[step, POST_TO]:
+                # Nothing moves and nobody is told: it is over before whatever its worker does next.
+                come_at = advance(
+                    go, now, out, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
+                    stand, moment, counters,
+                )  # fmt: skip
+                if come_at >= 0:
+                    coming = (go << KIND_BITS) | _GO
+            else:
+                flight = free_flight
+                if flight >= 0:
+                    free_flight = flight_i[flight, _LINKED]
+                else:
+                    flight = flights
+                    flights += 1
+                flight_i[flight, _LINKED], flight_i[flight, _WORKER], flight_i[flight, _INSTRUCTION] = -1, go, step
+                flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed, pulled
+                flight_i[flight, _LINK], flight_i[flight, _LOGGED] = -1, logged - 1
+                flight_f[flight, _BYTES], flight_f[flight, _HEAD], flight_f[flight, _TAIL] = nbytes, now, 0.0
+                flight_f[flight, _OUT], flight_f[flight, _WORST] = out, 0
+                flight_f[flight, _DELIVERED] = out if pushed == 0 else now
+                if stand[go, NEWEST] >= 0:
+                    flight_i[stand[go, NEWEST], _LINKED] = flight
+                else:
+                    stand[go, OLDEST] = flight
+                stand[go, NEWEST] = flight
             if kind == NEEDED:
                 needed[workers[go, RANK] * parcels + steps[step, NUMBER]] = now
             # Whole messages leave after the sum, streams while it is made.
@@ -345,74 +330,44 @@ def run(
             continue
         worker = flight_i[flight, _WORKER]
         complete = flight_i[flight, _LEFT] == 0
-        ours = flight == stand[worker, _NEWEST] and stand[worker, STATE] == _BUSY
+        ours = flight == stand[worker, NEWEST] and stand[worker, STATE] == BUSY
         if ours and (complete or (push >= 0 and not fair)):  # it is known when the worker is free: to its next step
-            moment[worker, _FREE_AT] = flight_f[flight, _OUT]
-            step = steps[stand[worker, AT], NEXT]
-            if step < 0:  # the end of the loop; behind it there may be one more
-                if stand[worker, TURN] + 1 < iterations:
-                    stand[worker, TURN] += 1
-                    step = workers[worker, BODY]
-                else:
-                    step = -step
-            stand[worker, AT], stand[worker, STATE] = step, BLOCKED
-            if step == len(steps):
-                stand[worker, AT], stand[worker, STATE] = -1, _DONE
-                moment[worker, ENDED] = moment[worker, _FREE_AT]
-            else:
-                stand[worker, _CAUSE] = stand[worker, _OWN]
-                begins = _begins(
-                    worker, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
-                    stand, moment, counters,
-                )  # fmt: skip
-                if begins >= 0:
-                    new_time[news], new_turn[news], new[news] = begins, 0, (worker << KIND_BITS) | _GO
-                    news += 1
+            starts = advance(
+                worker, now, flight_f[flight, _OUT], iterations, steps, waits, workers, semaphores, post_i, post_f,
+                ready_at, parcels, stand, moment, counters,
+            )  # fmt: skip
+            if starts >= 0:
+                new_time[news], new_turn[news], new[news] = starts, 0, (worker << KIND_BITS) | _GO
+                news += 1
         again = -1
-        flight = stand[worker, _OLDEST]
+        flight = stand[worker, OLDEST]
         if complete and flight >= 0 and flight_i[flight, _LEFT] == 0:
             # Posts leave in the order of the worker's instructions, one instruction a turn.
             step = flight_i[flight, _INSTRUCTION]
             moment[worker, ARRIVED] = max(moment[worker, ARRIVED], flight_f[flight, _DELIVERED])
             for entry in range(steps[step, POST_FROM], steps[step, POST_TO]):
-                semaphore = posts[entry, POSTED_TO]
+                semaphore = posts[entry]
                 seen = max(moment[worker, ARRIVED], flight_f[flight, _OUT] + signal_seconds[semaphore], now)
-                post = semaphores[semaphore, _NEWEST_POST]
-                if semaphores[semaphore, OLDEST_POST] < 0 or post_i[post, _POST_WAITED]:
-                    fresh = counters[FREE_POST]
-                    if fresh >= 0:
-                        counters[FREE_POST] = post_i[fresh, _POST_NEXT]
-                    else:
-                        fresh = counters[POSTS]
-                        counters[POSTS] += 1
-                    if semaphores[semaphore, OLDEST_POST] >= 0:
-                        post_i[post, _POST_NEXT] = fresh
-                    else:
-                        semaphores[semaphore, OLDEST_POST] = fresh
-                    semaphores[semaphore, _NEWEST_POST] = fresh
-                    post = fresh
-                    post_i[post, _POST_NEXT], post_i[post, _POST_COUNT] = -1, 0
-                post_i[post, _POST_LOG], post_f[post] = flight_i[flight, _LOGGED], seen
-                post_i[post, _POST_COUNT] += 1
-                post_i[post, _POST_WAITED] = posts[entry, IS_WAITED]
-                semaphores[semaphore, _POSTED] += 1
+                post(
+                    semaphore, now, seen, flight_i[flight, _LOGGED], semaphores, post_i, post_f, counters,
+                )  # fmt: skip
                 waiter = semaphores[semaphore, WAITER]
                 if stand[waiter, STATE] == BLOCKED:
-                    begins = _begins(
+                    starts = begins(
                         waiter, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
                         stand, moment, counters,
                     )  # fmt: skip
-                    if begins >= 0:
-                        new_time[news], new_turn[news], new[news] = begins, 0, (waiter << KIND_BITS) | _GO
+                    if starts >= 0:
+                        new_time[news], new_turn[news], new[news] = starts, 0, (waiter << KIND_BITS) | _GO
                         news += 1
             if traced:
                 place = flight_i[flight, _LOGGED]
                 log[place, 4], log[place, 5] = flight_f[flight, _OUT], flight_f[flight, _DELIVERED]
                 log[place, 7] = flight_i[flight, _LINK]
             following = flight_i[flight, _LINKED]
-            stand[worker, _OLDEST] = following
+            stand[worker, OLDEST] = following
             if following < 0:
-                stand[worker, _NEWEST] = -1
+                stand[worker, NEWEST] = -1
             elif flight_i[following, _LEFT] == 0:
                 again = worker
             flight_i[flight, _LINKED], free_flight = free_flight, flight
