@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,10 @@ from undertow.sim import core
 from undertow.sim.cluster import Cluster
 from undertow.sim.compiled import CORE
 from undertow.sim.network import LinkKind
-from undertow.sim.schedules import Rules, simulate
+from undertow.sim.schedules import Result, Rules, simulate
 from undertow.sim.timelines import critical_path, schedule_timeline
 from undertow.sim.topologies import FullyConnected, Switch, Torus
+from undertow.sim.what_if import changed, what_if
 
 SIZE = 1 << 28
 EXACT = 1e-9
@@ -130,6 +132,30 @@ def test_workers_are_not_faster_than_they_copy() -> None:
     assert simulate(schedule, switch(2), nbytes=SIZE, rules=fast).seconds < 1.1 * SIZE / BANDWIDTH
 
 
+@pytest.mark.parametrize("fair", [False, True])
+def test_workers_share_the_memory_of_their_rank(fair: bool) -> None:
+    """Four workers of a rank sum P each, 3 P through memory: as long as one that sums 4 P. Each rank has its own."""
+
+    @program("all_reduce", chunks=4)
+    def sums(c: Trace) -> None:
+        for rank in range(2):
+            for part in range(4):
+                taken = c.rank(rank).input[part].copy(c.rank(rank).output[part], channel=part)
+                taken.reduce(c.rank(rank).input[part], channel=part)
+
+    rate, part = 100e9, 50_000_000
+    rules = Rules(memory_rate=rate, copies_are_free=True, fair=fair)
+    schedule = sums.compile(ranks=2, target="direct", workers=8, check=False)
+    assert len(schedule.worker_rank) == 8
+    found = simulate(schedule, switch(2), nbytes=4 * part, rules=rules, traced=True, check=False)
+    assert found.seconds == pytest.approx(4 * 3 * part / rate, rel=EXACT)
+    ends = np.sort(found.log[found.log[:, 5] > 0][:, 5])  # of each rank's workers: one by one, or all at once
+    turns = [4] * 4 if fair else [1, 2, 3, 4]
+    assert ends == pytest.approx(np.sort(np.repeat(turns, 2)) * 3 * part / rate, rel=EXACT)
+    alone = simulate(schedule, switch(2), nbytes=4 * part, rules=replace(rules, memory_rate=4 * rate), check=False)
+    assert alone.seconds == pytest.approx(3 * part / rate, rel=EXACT)
+
+
 @pytest.mark.parametrize("target", ["direct", "staged"])
 @pytest.mark.parametrize("name", ["ring", "two_shot", "halving_doubling", "all_to_all_swap"])
 def test_no_wait_can_be_taken_away_unnoticed(name: str, target: str) -> None:
@@ -155,15 +181,72 @@ def test_a_missing_post_is_a_deadlock() -> None:
 
 
 def test_critical_path_is_all_of_the_time() -> None:
-    """A ring is links and signals; local work comes in where a worker copies slowly."""
+    """A ring is links and signals; memory where it is slower than links."""
     schedule = _staged("ring", 8)
-    for rules, share in ((Rules(), 0.95), (Rules(memory_rate=BANDWIDTH / 4), 0.2)):
-        found = simulate(schedule, switch(8), nbytes=SIZE, rules=rules, traced=True)
-        path = critical_path(found)
-        assert sum(path.values()) == pytest.approx(found.seconds, rel=1e-9)
-        assert path["port"] > share * found.seconds
-        assert set(path) <= {"port", "signals", "local work"}
+    for rules, name in ((Rules(), "port"), (Rules(memory_rate=BANDWIDTH / 4), "memory")):
+        for fair in (False, True):
+            found = simulate(schedule, switch(8), nbytes=SIZE, rules=replace(rules, fair=fair), traced=True)
+            path = critical_path(found)
+            assert sum(path.values()) == pytest.approx(found.seconds, rel=1e-9)
+            assert path[name] > 0.9 * found.seconds
+            assert set(path) <= {"port", "signals", "memory", "local work"}
     assert critical_path(simulate(schedule, switch(8), nbytes=SIZE)) == {}
+
+
+@pytest.mark.parametrize("sharing", ["fifo", "fair"])
+def test_what_would_make_this_faster_by_hand(sharing: str) -> None:
+    """Rank 0 sends P = 100 MB to the other node, over cards of 25 GB/s: 4 ms. Beside that it sends P to its neighbour,
+    over ports of 100 GB/s, which adds it to its own, 3 P through memory of 200 GB/s: 1 ms + 1.5 ms. So it is the cards;
+    twice their bandwidth gives 2 ms, and then the other way is longer, 2.5 ms; there it is memory, then ports."""
+
+    @program("all_reduce", chunks=2)
+    def two_ways(c: Trace) -> None:
+        c.rank(0).input[0].copy(c.rank(2).output[0], channel=0)
+        came = c.rank(0).input[1].copy(c.rank(1).output[1], channel=1)
+        came.reduce(c.rank(1).input[1], channel=1)
+
+    cluster = Cluster.from_dict(
+        {
+            "format": "undertow cluster 1",
+            "name": "by hand",
+            "description": "two nodes of two",
+            "device": {"name": "d", "peak": 1.0, "memory_bandwidth": 200e9, "multiprocessors": 1, "source": "hand"},
+            "links": {
+                "card": {"bandwidth": 25e9, "latency": 0.0, "source": "hand"},
+                "port": {"bandwidth": 100e9, "latency": 0.0, "source": "hand"},
+            },
+            "topology": {
+                "kind": "rails", "nodes": 2, "per_node": 2, "cards": 2, "aligned": True, "port": "port", "card": "card",
+            },
+            "rules": {"sharing": sharing, "copies_are_free": True, "source": "hand"},
+        }
+    )  # fmt: skip
+    schedule = two_ways.compile(topology=cluster.topology, target="direct", fuse=False, check=False)
+
+    def run(machine: Cluster) -> Result:
+        nbytes = 200_000_000
+        return simulate(schedule, machine.network, nbytes=nbytes, rules=machine.rules, traced=True, check=False)
+
+    assert critical_path(run(cluster)) == pytest.approx({"card": 4e-3})
+    gains = {one.what: one.speedup for one in what_if(cluster, lambda other: run(other).seconds)}
+    assert gains.pop("card: twice the bandwidth") == pytest.approx(4 / 2.5)
+    assert set(gains.values()) == {1.0}
+    better = changed(cluster, "card", bandwidth=2.0)
+    assert critical_path(run(better)) == pytest.approx({"memory": 1.5e-3, "port": 1e-3})
+    gains = {one.what: one.speedup for one in what_if(better, lambda other: run(other).seconds)}
+    assert gains["memory twice as fast"] == pytest.approx(2.5 / 2.0)  # 1 + 0.75 ms, but cards take 2
+    assert gains["port: twice the bandwidth"] == pytest.approx(2.5 / 2.0)
+    assert gains["card: twice the bandwidth"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather_ring", "broadcast_tree"])
+def test_halving_what_a_path_is_made_of_halves_that_part(name: str) -> None:
+    """Where there is one path only, twice the bandwidth and half the latency take away half of what is told."""
+    schedule = _staged(name, 8)
+    before = simulate(schedule, switch(8), nbytes=1 << 22, traced=True)
+    path = critical_path(before)
+    after = simulate(schedule, switch(8, 2 * BANDWIDTH, LATENCY / 2), nbytes=1 << 22)
+    assert before.seconds - after.seconds == pytest.approx((path["port"] + path.get("signals", 0.0)) / 2, rel=1e-9)
 
 
 def test_a_schedule_simulates_itself() -> None:

@@ -36,7 +36,14 @@ def test_a_step_takes_what_its_parts_take() -> None:
     step.collective("all_reduce", 1 << 28, after=[one])
     step.compute("two", flops=989.4e9, after=[one])
     found = step.run()
-    assert found.ran[2].end == pytest.approx(2e-3)
+    assert found.ran[2].end == pytest.approx(1e-3 + 1e-3 * (1 + 24 / 132))  # beside 24 CTAs of the sum on 132 SMs
+    alone = Step(NODE)
+    alone.collective("all_reduce", 1 << 28, multiprocessors=0)
+    assert alone.run().seconds == pytest.approx(found.ran[1].end - 1e-3)
+    beside = Step(NODE)
+    beside.collective("all_reduce", 1 << 28)
+    beside.compute("copy", nbytes=3.35e9)  # lives on memory: it does not miss the SMs
+    assert beside.run().ran[1].end == pytest.approx(1e-3)
     least = 2 * 7 / 8 * (1 << 28) / PORT
     assert least < found.ran[1].end - 1e-3 < 1.2 * least
 
@@ -87,7 +94,10 @@ def _changed(index: int, **values: Any) -> dict[str, Any]:
 
 def test_step_files(tmp_path: Path) -> None:
     found = step_files.run(STEP, NODE)
-    assert found.seconds == pytest.approx(2e-3)
+    slow = 1 + 24 / 132
+    moving = found.ran[1].end - 1e-3
+    assert found.seconds == pytest.approx(1e-3 + moving + (1e-3 - moving / slow))
+    assert step_files.run(_changed(1, multiprocessors=132), NODE).seconds > found.seconds
     for data, sentence in (
         (_changed(0, after=["sum"]), "wait for each other in a circle"),
         (_changed(1, after=["nobody"]), "the name of an operation"),

@@ -23,6 +23,9 @@ def sim(
         ),
     ],
     machine: Annotated[str, typer.Option(help="A shipped machine or a TOML file; 'list' names them.")] = "h100x8",
+    lane: Annotated[
+        str, typer.Option(help="Who moves the bytes: net (kernels) or dma (copy engines, where the machine has some).")
+    ] = "net",
     sweep: Annotated[str, typer.Option(help="nodes=8..1024 (doubling) or nodes=1,2,5. Unset: as the machine is.")] = "",
     nbytes: Annotated[
         int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of a collective, such as 64M.")
@@ -52,7 +55,11 @@ def sim(
         for name in shipped_names():
             typer.echo(f"{name:16} {Cluster.load(name).description}")
         return
+    if lane not in ("net", "dma"):
+        raise InvalidArgument(argument="--lane", was=repr(lane), must="net or dma")
     cluster = Cluster.load(machine)
+    if lane == "dma":
+        cluster = cluster.by_engines()
     scales = [cluster.shape.nodes] if not sweep else nodes_of(sweep)
     chosen = find(target, nbytes, tile)
     if timeline is not None:

@@ -16,21 +16,33 @@ One turn of the loop makes at most one flight; room is made before.
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..collective.schedule import END, NEEDED
 from . import links as of_links
 from .compiled import compiled
+from .engines import has_engine, next_copy
 from .event_queue import has_room, is_empty, put, settle, take
-from .links import LATENCY, MOVED, RATE, ROUTE, SPEED, fair_rates, serve
+from .links import (
+    BOUND,
+    FREE,
+    HOP_AT,
+    IS_PULL,
+    LATENCY,
+    MOVED,
+    RATE,
+    ROUTE,
+    SIZE,
+    SPEED,
+    fair_rates,
+    progress,
+    serve,
+    work,
+)
 from .workers import (
     ARRIVED,
     AT,
     BLOCKED,
     BUSY,
     CAUSE,
-    CLASS,
-    COUNT,
     KIND,
     NEWEST,
     NUMBER,
@@ -49,45 +61,43 @@ from .workers import (
     WAITER,
     advance,
     begins,
+    bytes_of,
     post,
 )  # fmt: skip
 
 FINE, TOO_MANY, FULL = range(3)
-_HOP, TRY, _GO, _PUSH, _OVER, _DUE = range(6)
+_HOP, TRY, _GO, _PUSH, _OVER, _DUE, _FREED = range(7)
 KIND_BITS = 3  # of an event; above them the number of what it is about
 # Columns of flights and messages. A free row keeps the number of the next free one in its first column.
 _LINKED, _WORKER, _INSTRUCTION, _LEFT, _HEADS, _LOGGED, _LINK = range(7)
 _BYTES, _HEAD, _TAIL, _OUT, _DELIVERED, _WORST = range(6)
-_FLIGHT, _HOP_AT, _IS_PULL = 0, 2, 3  # and the route
-_SIZE, _ARRIVES = 0, 1  # and the speed
+_FLIGHT, _IS_WORK = 0, 2  # of messages: what it belongs to, beside the columns of `links`; neither pull nor push
+_ARRIVES = 1
 # Columns of the log: worker, instruction, iteration, begin, out, delivered, the flight that let it begin, slowest link.
 LOG_STEP, LOG_COLUMNS = 1, 8
 
 
 @compiled
-def _bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes):
-    """Bytes that an instruction moves in an iteration: a tile of each of its chunks, as far as they reach."""
-    total = 0.0
-    for entry in range(steps[step, CLASS], steps[step, CLASS] + steps[step, COUNT]):
-        total += min(tile_bytes, max(0.0, class_bytes[class_of[entry]] - turn * tile_bytes))
-    return total
-
-
-@compiled
 def run(
-    steps, waits, posts, pulls, pushes, busy_per_byte, class_of, class_bytes, tile_bytes, push_factor, workers,
-    iterations, semaphores, signal_seconds, route_start, route_link, request_seconds, links, curves, fair, forwards,
-    step_seconds, message_seconds, ready_at, needed, parcels, traced, most_events, counters, clock,
-    queue, places, times, orders, heap, lists, list_times, pending, new_time, new_turn, new,
-    stand, moment, flight_i, flight_f, message_i, message_f, post_i, post_f, active, room, users, touched, log,
+    steps, waits, posts, pulls, pushes, pace, traffic, class_of, class_bytes, tile_bytes, push_factor, workers,
+    iterations, semaphores, signal_seconds, route_start, route_link, request_seconds, links, curves, memory,
+    memory_route, fair, forwards, step_seconds, message_seconds, engine_seconds, directed, ready_at, needed, parcels,
+    traced, most_events, counters, clock, engines, queue, places, times, orders, heap, lists, list_times, pending,
+    new_time, new_turn, new, stand, moment, flight_i, flight_f, message_i, message_f, post_i, post_f, active, room,
+    users, touched, log,
 ):  # fmt: skip
     """Go on until all is over (FINE), more than `most_events` were met (TOO_MANY), or an array is full (FULL).
 
-    `push_factor`: bytes on the wire for a byte pushed. `busy_per_byte`: seconds that an instruction keeps its worker
-    for each byte of its chunks, at least. `ready_at[rank * parcels + p]`: when parcel p of a rank is complete.
-    `needed`: when a tile's data came. The last three lines of arguments are how things stand, see `State`: arrays are
+    `push_factor`: bytes on the wire for a byte pushed. `pace`, `traffic`: for each byte of its chunks, the seconds that
+    an instruction keeps its worker, at least, and the bytes that it reads and writes in memory; link `memory` + rank is
+    that of a rank, alone on route `memory_route` + rank. `ready_at[rank * parcels + p]`: when parcel p of a rank is
+    complete. `needed`: when a tile's data came. What follows `most_events` is how things stand, see `State`: arrays are
     never made here, since a loop that made some would count references to all, which takes as long as all the rest.
     """
+    by_engines = len(engines) > 0
+    at_once = (
+        not fair and not by_engines
+    )  # a push begins where it is made, so that its worker knows at once when it ends
     news, flights, free_flight, messages = counters[0], counters[1], counters[2], counters[3]
     free_message, actives, logged, made = counters[4], counters[5], counters[6], counters[7]
     events, spare, again = counters[8], counters[9], counters[10]
@@ -117,19 +127,16 @@ def run(
             break
         if fair:
             if dirty and (is_empty(queue) or times[0] > now):
-                fair_rates(
+                next_over, since, dirty = now, now, False
+                next_over += fair_rates(
                     active, actives, message_i, message_f, route_start, route_link, links, room, users, touched,
                 )  # fmt: skip
-                next_over, since, dirty = np.inf, now, False
-                for index in range(actives):
-                    one = active[index]
-                    next_over = min(next_over, now + message_f[one, _SIZE] / message_f[one, SPEED])
             if actives > 0 and (is_empty(queue) or next_over < times[0]):
+                progress(active, actives, message_f, next_over - since)
                 kept = 0
                 for index in range(actives):
                     one = active[index]
-                    message_f[one, _SIZE] -= message_f[one, SPEED] * (next_over - since)
-                    if message_f[one, _SIZE] <= message_f[one, SPEED] * next_over * 1e-13 + 1e-9:
+                    if message_f[one, SIZE] <= message_f[one, SPEED] * next_over * 1e-13 + 1e-9:
                         new_time[news], new_turn[news], new[news] = next_over, 0, (one << KIND_BITS) | _OVER
                         news += 1
                     else:
@@ -165,6 +172,12 @@ def run(
                     coming = (which << KIND_BITS) | _GO
         elif what == _DUE:
             flight = stand[which, OLDEST]
+        elif what == _FREED:
+            freed = next_copy(which, engines, message_i, route_start)
+            if freed >= 0:
+                coming, come_at = (freed << KIND_BITS) | _HOP, now + engine_seconds
+                if message_i[freed, IS_PULL]:
+                    come_at += request_seconds[message_i[freed, ROUTE]]
         elif what == _PUSH:
             push = which
         elif what == _OVER:
@@ -173,55 +186,57 @@ def run(
                 tail += links[route_link[entry], LATENCY]
         elif fair:  # the message begins, and everybody's rate changes
             if not dirty:
-                for index in range(actives):
-                    one = active[index]
-                    message_f[one, _SIZE] -= message_f[one, SPEED] * (now - since)
+                progress(active, actives, message_f, now - since)
                 since, dirty = now, True
             active[actives] = which
             actives += 1
-            begun, route, head, slowest = message_i[which, _FLIGHT], message_i[which, ROUTE], now, np.inf
+            begun, route, head = message_i[which, _FLIGHT], message_i[which, ROUTE], now
             for entry in range(route_start[route], route_start[route + 1]):
                 link = route_link[entry]
                 head += links[link, LATENCY]
-                links[link, MOVED] += message_f[which, _SIZE]
-                links[link, of_links.BUSY] += message_f[which, _SIZE] / links[link, RATE]
-                if links[link, RATE] < slowest:
-                    slowest = links[link, RATE]
-                    flight_i[begun, _LINK] = link
-            if message_i[which, _IS_PULL]:
+                links[link, MOVED] += message_f[which, SIZE]
+                links[link, of_links.BUSY] += message_f[which, SIZE] / links[link, RATE]
+            if message_i[which, IS_PULL] == 1:
                 flight_i[begun, _HEADS] -= 1
                 flight_f[begun, _HEAD] = max(flight_f[begun, _HEAD], head)
                 step = flight_i[begun, _INSTRUCTION]
                 if flight_i[begun, _HEADS] == 0 and steps[step, PUSH_FROM] < steps[step, PUSH_TO]:
                     coming, come_at = (begun << KIND_BITS) | _PUSH, flight_f[begun, _HEAD]
         else:
-            hop, link = message_i[which, _HOP_AT], route_link[message_i[which, _HOP_AT]]
-            begin, end = serve(link, now, message_f[which, _SIZE], message_f[which, _ARRIVES], forwards, links, curves)
-            if traced and end - now > flight_f[message_i[which, _FLIGHT], _WORST]:
-                flight_f[message_i[which, _FLIGHT], _WORST] = end - now
+            hop, link = message_i[which, HOP_AT], route_link[message_i[which, HOP_AT]]
+            begin, end = serve(link, now, message_f[which, SIZE], message_f[which, _ARRIVES], forwards, links, curves)
+            if traced and links[link, FREE] - now > flight_f[message_i[which, _FLIGHT], _WORST]:
+                flight_f[message_i[which, _FLIGHT], _WORST] = links[link, FREE] - now
                 flight_i[message_i[which, _FLIGHT], _LINK] = link
             head, tail = (end if forwards else begin) + links[link, LATENCY], end + links[link, LATENCY]
             if hop + 1 < route_start[message_i[which, ROUTE] + 1]:
-                message_i[which, _HOP_AT], message_f[which, _ARRIVES] = hop + 1, tail
+                message_i[which, HOP_AT], message_f[which, _ARRIVES] = hop + 1, tail
                 coming, come_at = (which << KIND_BITS) | _HOP, head
             else:
                 over = which
 
         if over >= 0:
-            flight = message_i[over, _FLIGHT]
+            flight, is_pull = message_i[over, _FLIGHT], message_i[over, IS_PULL]
             flight_i[flight, _LEFT] -= 1
-            tail += message_seconds
+            if is_pull != _IS_WORK:
+                tail += message_seconds
+            if fair and tail >= flight_f[flight, _DELIVERED]:  # what bounds the last one bounds all
+                flight_i[flight, _LINK] = int(message_f[over, BOUND])
             flight_f[flight, _DELIVERED] = max(flight_f[flight, _DELIVERED], tail)
-            if message_i[over, _IS_PULL]:
+            if is_pull or by_engines:  # read, copied or worked on: the worker has seen the end of it
                 flight_f[flight, _OUT] = max(flight_f[flight, _OUT], tail)
-                if not fair:
-                    flight_i[flight, _HEADS] -= 1
-                    flight_f[flight, _HEAD] = max(flight_f[flight, _HEAD], head)
-                    flight_f[flight, _TAIL] = max(flight_f[flight, _TAIL], tail)
-                    if flight_i[flight, _HEADS] == 0 and flight_i[flight, _LEFT] > 0:
-                        coming, come_at = (flight << KIND_BITS) | _PUSH, max(now, flight_f[flight, _HEAD])
             elif fair:
                 flight_f[flight, _OUT] = max(flight_f[flight, _OUT], now)
+            if is_pull == 1 and not fair:
+                flight_i[flight, _HEADS] -= 1
+                flight_f[flight, _HEAD] = max(flight_f[flight, _HEAD], head)
+                flight_f[flight, _TAIL] = max(flight_f[flight, _TAIL], tail)
+                if flight_i[flight, _HEADS] == 0 and flight_i[flight, _LEFT] > 0:
+                    coming, come_at = (flight << KIND_BITS) | _PUSH, max(now, flight_f[flight, _HEAD])
+            if by_engines and is_pull != _IS_WORK:
+                engine = 2 * workers[flight_i[flight, _WORKER], RANK] + is_pull * directed
+                new_time[news], new_turn[news], new[news] = tail, 0, (engine << KIND_BITS) | _FREED
+                news += 1
             message_i[over, _FLIGHT], free_message = free_message, over
 
         if go >= 0:
@@ -230,18 +245,24 @@ def run(
             turn = iterations - 1 if kind == END else stand[go, TURN]
             stand[go, STATE] = BUSY
             made += 1
-            nbytes = _bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes)
+            nbytes = bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes)
             pulled, pushed = 0, 0
             if nbytes > 0:
                 pulled = steps[step, PULL_TO] - steps[step, PULL_FROM]
                 pushed = steps[step, PUSH_TO] - steps[step, PUSH_FROM]
-            out = now + step_seconds + nbytes * busy_per_byte[step]
+            sent = now + step_seconds
+            out, worked, rank = sent + nbytes * pace[step], nbytes * traffic[step], workers[go, RANK]
+            waited = 0.0
+            if worked > 0 and not fair:
+                end = work(memory + rank, sent, worked, links)
+                out, waited, worked = max(out, end), end - sent, 0.0
             if traced:
                 log[logged, 0], log[logged, 1], log[logged, 2], log[logged, 3] = go, step, turn, now
-                log[logged, 4], log[logged, 5], log[logged, 6], log[logged, 7] = out, out, stand[go, CAUSE], -1
+                log[logged, 4], log[logged, 5], log[logged, 6] = out, out, stand[go, CAUSE]
+                log[logged, 7] = memory + rank if waited > 0 else -1
                 stand[go, OWN] = logged
                 logged += 1
-            if pulled + pushed == 0 and steps[step, POST_FROM] == steps[step, POST_TO]:
+            if pulled + pushed == 0 and worked == 0 and steps[step, POST_FROM] == steps[step, POST_TO]:
                 # Nothing moves and nobody is told: it is over before whatever its worker does next.
                 come_at = advance(
                     go, now, out, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
@@ -257,10 +278,10 @@ def run(
                     flight = flights
                     flights += 1
                 flight_i[flight, _LINKED], flight_i[flight, _WORKER], flight_i[flight, _INSTRUCTION] = -1, go, step
-                flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed, pulled
-                flight_i[flight, _LINK], flight_i[flight, _LOGGED] = -1, logged - 1
+                flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed + (worked > 0), pulled
+                flight_i[flight, _LINK], flight_i[flight, _LOGGED] = memory + rank if waited > 0 else -1, logged - 1
                 flight_f[flight, _BYTES], flight_f[flight, _HEAD], flight_f[flight, _TAIL] = nbytes, now, 0.0
-                flight_f[flight, _OUT], flight_f[flight, _WORST] = out, 0
+                flight_f[flight, _OUT], flight_f[flight, _WORST] = out, waited
                 flight_f[flight, _DELIVERED] = out if pushed == 0 else now
                 if stand[go, NEWEST] >= 0:
                     flight_i[stand[go, NEWEST], _LINKED] = flight
@@ -268,21 +289,29 @@ def run(
                     stand[go, OLDEST] = flight
                 stand[go, NEWEST] = flight
             if kind == NEEDED:
-                needed[workers[go, RANK] * parcels + steps[step, NUMBER]] = now
-            # Whole messages leave after the sum, streams while it is made.
-            sent = now + step_seconds + (nbytes * busy_per_byte[step] if forwards else 0.0)
-            for index in range(pulled):
+                needed[rank * parcels + steps[step, NUMBER]] = now
+            if forwards:  # whole messages leave after the sum, streams while it is made
+                sent = out
+            for index in range(pulled + (worked > 0)):
                 fresh = free_message
                 if fresh >= 0:
                     free_message = message_i[fresh, _FLIGHT]
                 else:
                     fresh = messages
                     messages += 1
-                route = pulls[steps[step, PULL_FROM] + index]
-                message_i[fresh, _FLIGHT], message_i[fresh, ROUTE] = flight, route
-                message_i[fresh, _HOP_AT], message_i[fresh, _IS_PULL] = route_start[route], 1
-                message_f[fresh, _SIZE], message_f[fresh, _ARRIVES] = nbytes, 0.0
-                reach = sent + request_seconds[route]
+                message_i[fresh, _FLIGHT], message_f[fresh, _ARRIVES] = flight, 0.0
+                if index == pulled:  # what it does in memory, beside what others do there
+                    message_i[fresh, ROUTE], message_i[fresh, IS_PULL] = memory_route + rank, _IS_WORK
+                    message_f[fresh, SIZE], reach = worked, sent
+                else:
+                    route = pulls[steps[step, PULL_FROM] + index]
+                    message_i[fresh, ROUTE], message_i[fresh, HOP_AT] = route, route_start[route]
+                    message_i[fresh, IS_PULL], message_f[fresh, SIZE] = 1, nbytes
+                    reach = sent + request_seconds[route]
+                    if by_engines:
+                        if not has_engine(2 * rank + directed, fresh, engines, message_i):
+                            continue
+                        reach += engine_seconds
                 # Requests leave one after the other: of those that arrive together, everybody's first goes first.
                 new_time[news], new_turn[news], new[news] = reach, index, (fresh << KIND_BITS) | _HOP
                 news += 1
@@ -298,12 +327,12 @@ def run(
             for entry in range(steps[step, PUSH_FROM], steps[step, PUSH_TO]):
                 route = pushes[entry]
                 hop = route_start[route]
-                head, tail = now, 0.0
-                if not fair:
+                head, tail = now, flight_f[flight, _TAIL]
+                if at_once:
                     link = route_link[hop]
-                    begin, end = serve(link, now, nbytes, flight_f[flight, _TAIL], forwards, links, curves)
-                    if traced and end - now > flight_f[flight, _WORST]:
-                        flight_f[flight, _WORST], flight_i[flight, _LINK] = end - now, link
+                    begin, end = serve(link, now, nbytes, tail, forwards, links, curves)
+                    if traced and links[link, FREE] - now > flight_f[flight, _WORST]:
+                        flight_f[flight, _WORST], flight_i[flight, _LINK] = links[link, FREE] - now, link
                     flight_f[flight, _OUT] = max(flight_f[flight, _OUT], end)
                     head, tail = (end if forwards else begin) + links[link, LATENCY], end + links[link, LATENCY]
                     hop += 1
@@ -318,8 +347,12 @@ def run(
                     fresh = messages
                     messages += 1
                 message_i[fresh, _FLIGHT], message_i[fresh, ROUTE] = flight, route
-                message_i[fresh, _HOP_AT], message_i[fresh, _IS_PULL] = hop, 0
-                message_f[fresh, _SIZE], message_f[fresh, _ARRIVES] = nbytes, tail
+                message_i[fresh, HOP_AT], message_i[fresh, IS_PULL] = hop, 0
+                message_f[fresh, SIZE], message_f[fresh, _ARRIVES] = nbytes, tail
+                if by_engines:
+                    if not has_engine(2 * workers[flight_i[flight, _WORKER], RANK], fresh, engines, message_i):
+                        continue
+                    head += engine_seconds
                 new_time[news], new_turn[news], new[news] = head, 0, (fresh << KIND_BITS) | _HOP
                 news += 1
 
@@ -331,7 +364,7 @@ def run(
         worker = flight_i[flight, _WORKER]
         complete = flight_i[flight, _LEFT] == 0
         ours = flight == stand[worker, NEWEST] and stand[worker, STATE] == BUSY
-        if ours and (complete or (push >= 0 and not fair)):  # it is known when the worker is free: to its next step
+        if ours and (complete or (push >= 0 and at_once)):  # it is known when the worker is free: to its next step
             starts = advance(
                 worker, now, flight_f[flight, _OUT], iterations, steps, waits, workers, semaphores, post_i, post_f,
                 ready_at, parcels, stand, moment, counters,

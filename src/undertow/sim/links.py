@@ -18,7 +18,8 @@ from .compiled import compiled
 
 FREE, BUSY, MOVED, RATE, LATENCY = range(5)  # columns of links: seconds, seconds, bytes, bytes per second, seconds
 LINK_COLUMNS = 8
-ROUTE, SPEED = 1, 2  # columns of messages
+ROUTE, HOP_AT, IS_PULL = 1, 2, 3  # columns of messages: numbers
+SIZE, SPEED, BOUND = 0, 2, 3  # bytes that are left; bytes per second; the link that lets it have no more
 CURVE_FROM, CURVE_TO = 5, 6  # rows of `curves`; equal where the link has none
 
 
@@ -58,10 +59,21 @@ def serve(link, now, nbytes, arrives, forwards, links, curves):
 
 
 @compiled
-def fair_rates(active, count, message_i, message_f, route_start, route_link, links, room, users, touched):
-    """Fill the speeds of the first `count` active messages, bytes per second. `room` and `users` are per link, users 0.
+def work(memory, now, nbytes, links):
+    """Let a FIFO memory read and write: when it has. Less than `serve`: nothing arrives, and it has no curve."""
+    end = max(now, links[memory, FREE]) + nbytes / links[memory, RATE]
+    links[memory, FREE] = end
+    links[memory, BUSY] += nbytes / links[memory, RATE]
+    links[memory, MOVED] += nbytes
+    return end
 
-    Progressive filling: the link that fills first decides for its messages, then the rest share what is left.
+
+@compiled
+def fair_rates(active, count, message_i, message_f, route_start, route_link, links, room, users, touched):
+    """Fill the speeds of the first `count` active messages, bytes per second: in how many seconds the first is over.
+
+    Progressive filling: the link that fills first decides for its messages, then the rest share what is left. `room`
+    and `users` are per link, users 0.
     """
     used = 0
     for index in range(count):
@@ -92,6 +104,7 @@ def fair_rates(active, count, message_i, message_f, route_start, route_link, lin
                 link = route_link[entry]
                 if room[link] / users[link] <= bound:
                     message_f[message, SPEED] = -2.0  # rooms change only when all messages of this round are found
+                    message_f[message, BOUND] = link
         for index in range(count):
             message = active[index]
             if message_f[message, SPEED] == -2.0:
@@ -104,3 +117,14 @@ def fair_rates(active, count, message_i, message_f, route_start, route_link, lin
                     room[link] = max(0.0, room[link] - least)
     for index in range(used):
         users[touched[index]] = 0
+    first = np.inf
+    for index in range(count):
+        first = min(first, message_f[active[index], SIZE] / message_f[active[index], SPEED])
+    return first
+
+
+@compiled
+def progress(active, count, message_f, seconds):
+    """The first `count` active messages move on."""
+    for index in range(count):
+        message_f[active[index], SIZE] -= message_f[active[index], SPEED] * seconds

@@ -19,7 +19,7 @@ _FIRST = 256  # rows that pools begin with
 class State:
     """Nothing has happened yet: every worker that has instructions stands at its first."""
 
-    def __init__(self, moves: Moves, links: Floats, ready_at: Floats, traced: bool) -> None:
+    def __init__(self, moves: Moves, links: Floats, ready_at: Floats, traced: bool, engines: Ints) -> None:
         steps, count = moves.steps, len(moves.workers)
         posts = _widest(steps, workers.POST_FROM, workers.POST_TO)
         messages = max(
@@ -28,7 +28,8 @@ class State:
         begins = np.flatnonzero(moves.workers[:, workers.FIRST] >= 0)
         self.counters = np.zeros(16, np.int64)
         self.counters[[_FREE_FLIGHT, _FREE_MESSAGE, _AGAIN, workers.FREE_POST]] = -1
-        self.counters[_NEWS], self.counters[_SPARE] = len(begins), 2 * messages + posts + 4
+        self.counters[_NEWS], self.counters[_SPARE] = len(begins), 2 * messages + posts + 6
+        self.engines = engines
         self.clock = np.array([0.0, np.inf, 0.0, 0.0])
         size = int(2 * self.counters[_SPARE]) + len(begins)
         self.new_time, self.new_turn, self.new = np.zeros(size), np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -51,8 +52,8 @@ class State:
     def arrays(self) -> tuple[NDArray[Any], ...]:
         """As the core takes them."""
         return (
-            self.counters, self.clock, self.queue, self.places, self.times, self.orders, self.heap, self.lists,
-            self.list_times, self.pending, self.new_time, self.new_turn, self.new, self.stand, self.moment,
+            self.counters, self.clock, self.engines, self.queue, self.places, self.times, self.orders, self.heap,
+            self.lists, self.list_times, self.pending, self.new_time, self.new_turn, self.new, self.stand, self.moment,
             self.flight_i, self.flight_f, self.message_i, self.message_f, self.post_i, self.post_f, self.active,
             self.room, self.users, self.touched, self._log,
         )  # fmt: skip

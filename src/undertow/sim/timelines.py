@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ..collective.schedule import MOVE
 from ..fabric.events import Event, Timeline
 from .schedules import Result
 
+MEMORY = "memory"
+
 
 def schedule_timeline(result: Result) -> Timeline:
     """Every move of a run that was traced, from its start until its last byte has arrived."""
     schedule = result.schedule
     first = np.searchsorted(schedule.worker_rank, np.arange(schedule.ranks))
-    names = [kind.name for kind in result.network.links.kinds]
-    kind_of = result.network.links.kind_of()
+    names = _link_names(result)
     events = []
     for worker, instruction, iteration, begin, out, delivered, _, link in result.log.tolist():
         if schedule.instructions.kind[int(instruction)] != MOVE:
@@ -22,7 +25,7 @@ def schedule_timeline(result: Result) -> Timeline:
         rank = int(schedule.worker_rank[int(worker)])
         details = {"iteration": int(iteration), "delivered_ns": round(delivered * 1e9)}
         if link >= 0:
-            details |= {"link": names[kind_of[int(link)]]}
+            details |= {"link": names(int(link))}
         events.append(
             Event(
                 schedule.describe(int(instruction)).rpartition(" (")[0],
@@ -38,22 +41,28 @@ def schedule_timeline(result: Result) -> Timeline:
 
 
 def critical_path(result: Result) -> dict[str, float]:
-    """Seconds from the first start to the last arrival, by what they were spent on: a kind of link (queueing for it
-    counts), local work, or the way of signals. Together they are all of it."""
+    """Seconds from the first start to the last arrival, by what they were spent on: a kind of link (its latency and
+    queueing for it count), a rank's memory, other local work, or the way of signals. Together they are all of it."""
     log = result.log
     found: dict[str, float] = {}
     if not len(log):
         return found
-    names, kind_of = [kind.name for kind in result.network.links.kinds], result.network.links.kind_of()
+    names = _link_names(result)
     over = np.maximum(log[:, 4], log[:, 5])
     at = int(over.argmax())
     reached = float(over[at])
     while at >= 0:
         begin, link = float(log[at, 3]), int(log[at, 7])
         done = min(reached, float(over[at]))
-        name = names[kind_of[link]] if link >= 0 else "local work"
+        name = names(link) if link >= 0 else "local work"
         found["signals"] = found.get("signals", 0.0) + reached - done
         found[name] = found.get(name, 0.0) + max(0.0, done - begin)
         reached, at = min(reached, begin), int(log[at, 6])
     found["signals"] += reached
     return {name: seconds for name, seconds in sorted(found.items(), key=lambda pair: -pair[1]) if seconds > 0}
+
+
+def _link_names(result: Result) -> Callable[[int], str]:
+    """What the log's links are called; behind those of the network are the ranks' memories."""
+    names, kind_of = [kind.name for kind in result.network.links.kinds], result.network.links.kind_of()
+    return lambda link: names[kind_of[link]] if link < len(kind_of) else MEMORY

@@ -30,6 +30,15 @@ FREE_POST, POSTS = 11, 12  # of counters: the first free post, and how many rows
 
 
 @compiled
+def bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes):
+    """Bytes that an instruction moves in an iteration: a tile of each of its chunks, as far as they reach."""
+    total = 0.0
+    for entry in range(steps[step, CLASS], steps[step, CLASS] + steps[step, COUNT]):
+        total += min(tile_bytes, max(0.0, class_bytes[class_of[entry]] - turn * tile_bytes))
+    return total
+
+
+@compiled
 def begins(
     worker, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels, stand, moment,
     counters,
