@@ -113,13 +113,13 @@ if __name__ == "__main__":
         ],
         [
             "Last column: if each collective took twice as long beside a GEMM, the worst that was seen elsewhere"
-            " (NVIDIA/nccl#1433: memory contention alone can double communication). It explains most of the distance, so"
+            " (NVIDIA/nccl#1433: memory contention alone can double communication). It explains most of the distance:"
             " it is a constant that is missing, not a mechanism; nobody published it for MI300X, and it is not taken"
             " from the answer. What is left beyond it would be what GEMMs lose to copies.",
             f"It is not bandwidth: both together want at most {most:.0%} of the memory's, so that a model of bandwidth"
             " alone slows neither. What is lost is lost in shared caches and in the fabric.",
-            "Base: how late the collective starts is not known. After the first wave is as early as it can be; a queue in"
-            " order lets it start behind all workgroups of the GEMM.",
+            "Base: how late the collective starts is not known. After the first wave is as early as it can be; a queue"
+            " in order lets it start behind all workgroups of the GEMM.",
             "The paper's 30 scenarios could not be read; these are shapes of Llama's layers and 64 MiB to 1 GiB, all"
             " bound by computing, where some of the paper's GEMMs are bound by memory.",
         ],
