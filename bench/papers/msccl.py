@@ -86,7 +86,7 @@ if __name__ == "__main__":
             " after step; eight rings keep cards and ports busy all the time. NCCL's rings do not.",
             "AllToAll: both ways send the same bytes over the same cards, direct ones along the rail of their"
             " destination too, so what two-step can win is what a message costs a card or its proxy beside its bytes."
-            " No such cost is published, so none is simulated, and two-step only pays for its first step and for waiting"
+            " No such cost is published, so none is simulated: two-step only pays for its first step and for waiting"
             " for eight neighbours; more where a connection has fewer messages under way, for each of its messages is"
             " eight chunks. Users of MSCCL found no gain on 8 to 64 A100 either (microsoft/msccl#48).",
         ],
