@@ -42,7 +42,9 @@ def schedule_timeline(result: Result) -> Timeline:
 
 def critical_path(result: Result) -> dict[str, float]:
     """Seconds from the first start to the last arrival, by what they were spent on: a kind of link (its latency and
-    queueing for it count), a rank's memory, other local work, or the way of signals. Together they are all of it."""
+    queueing for it count), a rank's memory, other local work, or the way of signals. Together they are all of it. An
+    instruction's time counts whole for the link that kept it longest: in a queue that is where the queue is, which need
+    not be the link that made it; `what_if` tells."""
     log = result.log
     found: dict[str, float] = {}
     if not len(log):
@@ -59,7 +61,8 @@ def critical_path(result: Result) -> dict[str, float]:
         found[name] = found.get(name, 0.0) + max(0.0, done - begin)
         reached, at = min(reached, begin), int(log[at, 6])
     found["signals"] += reached
-    return {name: seconds for name, seconds in sorted(found.items(), key=lambda pair: -pair[1]) if seconds > 0}
+    least = 1e-9 * sum(found.values())  # less is rounding
+    return {name: seconds for name, seconds in sorted(found.items(), key=lambda pair: -pair[1]) if seconds > least}
 
 
 def _link_names(result: Result) -> Callable[[int], str]:
