@@ -81,6 +81,25 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("topology", {"kind": "switch", "link": "low"}, "machine.topology is without 'ranks'"),
         ("topology", {"kind": "fully_connected", "ranks": 60000, "link": "low"}, "where all are connected"),
         ("device", 3, "machine.device is 3, but must be a table"),
+        ("device.memory_bandwidth", 1e-300, "machine.device.memory_bandwidth is 1e-300"),
+        (
+            "rules",
+            {"sharing": "fair", "store_and_forward": True, "source": "x"},
+            "sharing is 'fair' with store_and_forw",
+        ),
+        (
+            "copy_engines",
+            {"count": 3, "copy_seconds": 0, "direction": "one", "source": "x"},
+            "count is 3, but must be even",
+        ),
+        ("copy_engines", {"count": 2, "copy_seconds": -1, "source": "x"}, "machine.copy_engines.copy_seconds is -1"),
+        (
+            "copy_engines",
+            {"count": 10**9, "copy_seconds": 0, "source": "x"},
+            "count is 1000000000, but must be at most",
+        ),
+        ("collectives", {"multiprocessors": 99, "source": "x"}, "multiprocessors is 99, but must be at most the 8"),
+        ("collectives", {"scan": 1, "source": "x"}, "machine.collectives.scan is 1, but must be absent"),
     ],
 )
 def test_damage_is_one_sentence(path: str, value: Any, sentence: str | None) -> None:

@@ -175,6 +175,23 @@ def test_chakra_there_and_back(tmp_path: Path) -> None:
     assert chakra.find(tmp_path / "step") == [tmp_path / "step.0.et"]
 
 
+def test_chakra_keeps_multiprocessors() -> None:
+    """A sum of 24 CTAs beside a matmul: as slow from the trace as in the step; without the attribute as alone."""
+    step = Step(NODE)
+    step.collective("all_reduce", 1 << 28)
+    step.compute("matmul", seconds=1e-3)
+    outcome = step.run()
+    nodes = chakra.from_outcome(outcome, NODE)
+    assert chakra.simulate([nodes], NODE).ran[1].end == pytest.approx(1e-3 * (1 + 24 / 132))
+    silent = [Node(one.id, one.name, one.type, one.after, one.micros, dict(one.attributes)) for one in nodes]
+    for one in silent:
+        one.attributes.pop("multiprocessors")
+    assert chakra.simulate([silent], NODE).ran[1].end == pytest.approx(1e-3)
+    silent[0].attributes["multiprocessors"] = 133
+    with pytest.raises(SimulationRefused, match="133 multiprocessors, of a device with 132"):
+        chakra.simulate([silent], NODE)
+
+
 def test_chakra_keeps_groups(tmp_path: Path) -> None:
     pod = Cluster.load("h100-pod").scaled(2)
     step = Step(pod)
