@@ -249,6 +249,48 @@ def test_halving_what_a_path_is_made_of_halves_that_part(name: str) -> None:
     assert before.seconds - after.seconds == pytest.approx((path["port"] + path.get("signals", 0.0)) / 2, rel=1e-9)
 
 
+@pytest.mark.parametrize("target", ["staged", "direct"])
+@pytest.mark.parametrize("name", ["hierarchical", "ring", "all_to_all_two_step", "all_to_all_direct", "all_to_next"])
+def test_a_path_is_what_a_little_better_would_gain(name: str, target: str) -> None:
+    """Links of one kind that are better by a millionth save a millionth of what the path says of them. Where data are
+    asked for, some of the path is signals, which are latency of links too."""
+    cluster = Cluster.load("a100x16")
+    schedule = LIBRARY[name].compile(topology=cluster.topology, target=target, workers=8, check=False)
+
+    def run(machine: Cluster, engines: int = 0) -> Result:
+        rules = replace(machine.rules, engines=engines, engine_seconds=1e-6)
+        return simulate(
+            schedule, machine.network, nbytes=1 << 24, tile=1 << 19, rules=rules, traced=True, check=False
+        )  # fmt: skip
+
+    for engines in (0, 3):
+        found = run(cluster, engines)
+        path = critical_path(found)
+        assert sum(path.values()) == pytest.approx(found.seconds, rel=1e-9)
+        assert ("copy engines" in path) == (engines > 0)
+    found, less = run(cluster), 1e-6
+    path = critical_path(found)
+    if target == "direct":  # reads of many ranks change their order at once: only the sum is told above
+        return
+    for kind in ("nvlink", "hdr"):
+        better = run(changed(cluster, kind, bandwidth=1 + less, latency=1 / (1 + less)))
+        assert (found.seconds - better.seconds) / less == pytest.approx(path.get(kind, 0.0), rel=1e-3, abs=1e-8)
+
+
+def test_a_queue_counts_for_the_link_that_makes_it() -> None:
+    """Messages wait for the link between the sockets, but only because host memory behind it is slower."""
+    node = Cluster.load("rtx4090x8")
+    schedule = LIBRARY["all_to_all_direct"].compile(ranks=8, target="staged", workers=8, check=False)
+
+    def run(machine: Cluster) -> Result:
+        return simulate(schedule, machine.network, nbytes=1 << 24, rules=machine.rules, traced=True, check=False)
+
+    path = critical_path(run(node))
+    assert next(iter(path)) == "socket"
+    assert path["socket"] > 0.9 * sum(path.values())
+    assert what_if(node, lambda other: run(other).seconds)[0].what == "socket: twice the bandwidth"
+
+
 def test_a_schedule_simulates_itself() -> None:
     schedule = LIBRARY["two_shot"].compile(ranks=8)
     named, loaded = schedule.simulate("h100x8", nbytes=SIZE), schedule.simulate(Cluster.load("h100x8"), nbytes=SIZE)

@@ -18,63 +18,24 @@ from __future__ import annotations
 
 from ..collective.schedule import END, NEEDED
 from . import links as of_links
+from . import workers as of
 from .compiled import compiled
 from .engines import has_engine, next_copy
 from .event_queue import has_room, is_empty, put, settle, take
-from .links import (
-    BOUND,
-    FREE,
-    HOP_AT,
-    IS_PULL,
-    LATENCY,
-    MOVED,
-    RATE,
-    ROUTE,
-    SIZE,
-    SPEED,
-    fair_rates,
-    progress,
-    serve,
-    work,
-)
-from .workers import (
-    ARRIVED,
-    AT,
-    BLOCKED,
-    BUSY,
-    CAUSE,
-    KIND,
-    NEWEST,
-    NUMBER,
-    OLDEST,
-    OWN,
-    POST_FROM,
-    POST_TO,
-    POSTS,
-    PULL_FROM,
-    PULL_TO,
-    PUSH_FROM,
-    PUSH_TO,
-    RANK,
-    STATE,
-    TURN,
-    WAITER,
-    advance,
-    begins,
-    bytes_of,
-    post,
-)  # fmt: skip
+from .links import BOUND, FREE, HOP_AT, IS_PULL, LATENCY, ROUTE, SIZE, SPEED, fair_rates, note, progress, serve, work
+from .workers import advance, begins, bytes_of, post
 
 FINE, TOO_MANY, FULL = range(3)
 _HOP, TRY, _GO, _PUSH, _OVER, _DUE, _FREED = range(7)
 KIND_BITS = 3  # of an event; above them the number of what it is about
 # Columns of flights and messages. A free row keeps the number of the next free one in its first column.
 _LINKED, _WORKER, _INSTRUCTION, _LEFT, _HEADS, _LOGGED, _LINK = range(7)
-_BYTES, _HEAD, _TAIL, _OUT, _DELIVERED, _WORST = range(6)
+_BYTES, _HEAD, _TAIL, _OUT, _DELIVERED = range(5)
 _FLIGHT, _IS_WORK = 0, 2  # of messages: what it belongs to, beside the columns of `links`; neither pull nor push
 _ARRIVES = 1
-# Columns of the log: worker, instruction, iteration, begin, out, delivered, the flight that let it begin, slowest link.
-LOG_STEP, LOG_COLUMNS = 1, 8
+# Columns of the log: worker, instruction, iteration, begin, out, delivered, the flight that let it begin, and what
+# bounded it: a link where sharing is fair, else a hop.
+LOG_STEP, LOG_LINK, LOG_COLUMNS = 1, 7, 8
 
 
 @compiled
@@ -84,7 +45,7 @@ def run(
     memory_route, fair, forwards, step_seconds, message_seconds, engine_seconds, directed, ready_at, needed, parcels,
     traced, most_events, counters, clock, engines, queue, places, times, orders, heap, lists, list_times, pending,
     new_time, new_turn, new, stand, moment, flight_i, flight_f, message_i, message_f, post_i, post_f, active, room,
-    users, touched, log,
+    users, touched, log, hop_i, hop_f,
 ):  # fmt: skip
     """Go on until all is over (FINE), more than `most_events` were met (TOO_MANY), or an array is full (FULL).
 
@@ -118,10 +79,10 @@ def run(
         if (
             flights == len(flight_i)
             or messages + spare > len(message_i)
-            or counters[POSTS] + spare > len(post_i)
+            or counters[of.POSTS] + spare > len(post_i)
             or actives + spare > len(new)
             or actives == len(active)
-            or (traced and logged == len(log))
+            or (traced and (logged == len(log) or counters[of_links.HOPS] + spare > len(hop_i)))
         ):
             verdict = FULL
             break
@@ -163,7 +124,7 @@ def run(
         if what == _GO:
             go = which
         elif what == TRY:
-            if stand[which, STATE] == BLOCKED:  # else a post was quicker
+            if stand[which, of.STATE] == of.BLOCKED:  # else a post was quicker
                 come_at = begins(
                     which, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
                     stand, moment, counters,
@@ -171,7 +132,7 @@ def run(
                 if come_at >= 0:
                     coming = (which << KIND_BITS) | _GO
         elif what == _DUE:
-            flight = stand[which, OLDEST]
+            flight = stand[which, of.OLDEST]
         elif what == _FREED:
             freed = next_copy(which, engines, message_i, route_start)
             if freed >= 0:
@@ -194,20 +155,22 @@ def run(
             for entry in range(route_start[route], route_start[route + 1]):
                 link = route_link[entry]
                 head += links[link, LATENCY]
-                links[link, MOVED] += message_f[which, SIZE]
-                links[link, of_links.BUSY] += message_f[which, SIZE] / links[link, RATE]
+                links[link, of_links.MOVED] += message_f[which, SIZE]
+                links[link, of_links.BUSY] += message_f[which, SIZE] / links[link, of_links.RATE]
             if message_i[which, IS_PULL] == 1:
                 flight_i[begun, _HEADS] -= 1
                 flight_f[begun, _HEAD] = max(flight_f[begun, _HEAD], head)
                 step = flight_i[begun, _INSTRUCTION]
-                if flight_i[begun, _HEADS] == 0 and steps[step, PUSH_FROM] < steps[step, PUSH_TO]:
+                if flight_i[begun, _HEADS] == 0 and steps[step, of.PUSH_FROM] < steps[step, of.PUSH_TO]:
                     coming, come_at = (begun << KIND_BITS) | _PUSH, flight_f[begun, _HEAD]
         else:
             hop, link = message_i[which, HOP_AT], route_link[message_i[which, HOP_AT]]
             begin, end = serve(link, now, message_f[which, SIZE], message_f[which, _ARRIVES], forwards, links, curves)
-            if traced and links[link, FREE] - now > flight_f[message_i[which, _FLIGHT], _WORST]:
-                flight_f[message_i[which, _FLIGHT], _WORST] = links[link, FREE] - now
-                flight_i[message_i[which, _FLIGHT], _LINK] = link
+            if traced:
+                message_f[which, BOUND] = note(
+                    link, now, begin, end, int(message_f[which, BOUND]), flight_i[message_i[which, _FLIGHT], _LOGGED],
+                    links, hop_i, hop_f, counters,
+                )  # fmt: skip
             head, tail = (end if forwards else begin) + links[link, LATENCY], end + links[link, LATENCY]
             if hop + 1 < route_start[message_i[which, ROUTE] + 1]:
                 message_i[which, HOP_AT], message_f[which, _ARRIVES] = hop + 1, tail
@@ -220,7 +183,7 @@ def run(
             flight_i[flight, _LEFT] -= 1
             if is_pull != _IS_WORK:
                 tail += message_seconds
-            if fair and tail >= flight_f[flight, _DELIVERED]:  # what bounds the last one bounds all
+            if tail >= max(flight_f[flight, _DELIVERED], flight_f[flight, _OUT]):  # what bounds the last bounds all
                 flight_i[flight, _LINK] = int(message_f[over, BOUND])
             flight_f[flight, _DELIVERED] = max(flight_f[flight, _DELIVERED], tail)
             if is_pull or by_engines:  # read, copied or worked on: the worker has seen the end of it
@@ -234,35 +197,39 @@ def run(
                 if flight_i[flight, _HEADS] == 0 and flight_i[flight, _LEFT] > 0:
                     coming, come_at = (flight << KIND_BITS) | _PUSH, max(now, flight_f[flight, _HEAD])
             if by_engines and is_pull != _IS_WORK:
-                engine = 2 * workers[flight_i[flight, _WORKER], RANK] + is_pull * directed
+                engine = 2 * workers[flight_i[flight, _WORKER], of.RANK] + is_pull * directed
                 new_time[news], new_turn[news], new[news] = tail, 0, (engine << KIND_BITS) | _FREED
                 news += 1
             message_i[over, _FLIGHT], free_message = free_message, over
 
         if go >= 0:
-            step = stand[go, AT]
-            kind = steps[step, KIND]
-            turn = iterations - 1 if kind == END else stand[go, TURN]
-            stand[go, STATE] = BUSY
+            step = stand[go, of.AT]
+            kind = steps[step, of.KIND]
+            turn = iterations - 1 if kind == END else stand[go, of.TURN]
+            stand[go, of.STATE] = of.BUSY
             made += 1
             nbytes = bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes)
             pulled, pushed = 0, 0
             if nbytes > 0:
-                pulled = steps[step, PULL_TO] - steps[step, PULL_FROM]
-                pushed = steps[step, PUSH_TO] - steps[step, PUSH_FROM]
+                pulled = steps[step, of.PULL_TO] - steps[step, of.PULL_FROM]
+                pushed = steps[step, of.PUSH_TO] - steps[step, of.PUSH_FROM]
             sent = now + step_seconds
-            out, worked, rank = sent + nbytes * pace[step], nbytes * traffic[step], workers[go, RANK]
-            waited = 0.0
+            out, worked, rank = sent + nbytes * pace[step], nbytes * traffic[step], workers[go, of.RANK]
+            begin, end = 0.0, -1.0
             if worked > 0 and not fair:
+                begin = max(sent, links[memory + rank, FREE])
                 end = work(memory + rank, sent, worked, links)
-                out, waited, worked = max(out, end), end - sent, 0.0
+                out, worked = max(out, end), 0.0
+            hop = -1
             if traced:
                 log[logged, 0], log[logged, 1], log[logged, 2], log[logged, 3] = go, step, turn, now
-                log[logged, 4], log[logged, 5], log[logged, 6] = out, out, stand[go, CAUSE]
-                log[logged, 7] = memory + rank if waited > 0 else -1
-                stand[go, OWN] = logged
+                log[logged, 4], log[logged, 5], log[logged, 6] = out, out, stand[go, of.CAUSE]
+                if end >= 0:
+                    hop = note(memory + rank, sent, begin, end, -1, logged, links, hop_i, hop_f, counters)
+                log[logged, 7] = hop if end == out else -1
+                stand[go, of.OWN] = logged
                 logged += 1
-            if pulled + pushed == 0 and worked == 0 and steps[step, POST_FROM] == steps[step, POST_TO]:
+            if pulled + pushed == 0 and worked == 0 and steps[step, of.POST_FROM] == steps[step, of.POST_TO]:
                 # Nothing moves and nobody is told: it is over before whatever its worker does next.
                 come_at = advance(
                     go, now, out, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
@@ -279,17 +246,17 @@ def run(
                     flights += 1
                 flight_i[flight, _LINKED], flight_i[flight, _WORKER], flight_i[flight, _INSTRUCTION] = -1, go, step
                 flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed + (worked > 0), pulled
-                flight_i[flight, _LINK], flight_i[flight, _LOGGED] = memory + rank if waited > 0 else -1, logged - 1
+                flight_i[flight, _LINK], flight_i[flight, _LOGGED] = hop if end == out else -1, logged - 1
                 flight_f[flight, _BYTES], flight_f[flight, _HEAD], flight_f[flight, _TAIL] = nbytes, now, 0.0
-                flight_f[flight, _OUT], flight_f[flight, _WORST] = out, waited
+                flight_f[flight, _OUT] = out
                 flight_f[flight, _DELIVERED] = out if pushed == 0 else now
-                if stand[go, NEWEST] >= 0:
-                    flight_i[stand[go, NEWEST], _LINKED] = flight
+                if stand[go, of.NEWEST] >= 0:
+                    flight_i[stand[go, of.NEWEST], _LINKED] = flight
                 else:
-                    stand[go, OLDEST] = flight
-                stand[go, NEWEST] = flight
+                    stand[go, of.OLDEST] = flight
+                stand[go, of.NEWEST] = flight
             if kind == NEEDED:
-                needed[rank * parcels + steps[step, NUMBER]] = now
+                needed[rank * parcels + steps[step, of.NUMBER]] = now
             if forwards:  # whole messages leave after the sum, streams while it is made
                 sent = out
             for index in range(pulled + (worked > 0)):
@@ -299,12 +266,12 @@ def run(
                 else:
                     fresh = messages
                     messages += 1
-                message_i[fresh, _FLIGHT], message_f[fresh, _ARRIVES] = flight, 0.0
+                message_i[fresh, _FLIGHT], message_f[fresh, _ARRIVES], message_f[fresh, BOUND] = flight, 0.0, -1
                 if index == pulled:  # what it does in memory, beside what others do there
                     message_i[fresh, ROUTE], message_i[fresh, IS_PULL] = memory_route + rank, _IS_WORK
                     message_f[fresh, SIZE], reach = worked, sent
                 else:
-                    route = pulls[steps[step, PULL_FROM] + index]
+                    route = pulls[steps[step, of.PULL_FROM] + index]
                     message_i[fresh, ROUTE], message_i[fresh, HOP_AT] = route, route_start[route]
                     message_i[fresh, IS_PULL], message_f[fresh, SIZE] = 1, nbytes
                     reach = sent + request_seconds[route]
@@ -324,19 +291,22 @@ def run(
         if push >= 0:
             flight, step = push, flight_i[push, _INSTRUCTION]
             nbytes = flight_f[flight, _BYTES] * push_factor
-            for entry in range(steps[step, PUSH_FROM], steps[step, PUSH_TO]):
+            for entry in range(steps[step, of.PUSH_FROM], steps[step, of.PUSH_TO]):
                 route = pushes[entry]
                 hop = route_start[route]
-                head, tail = now, flight_f[flight, _TAIL]
+                head, tail, noted = now, flight_f[flight, _TAIL], -1
                 if at_once:
                     link = route_link[hop]
                     begin, end = serve(link, now, nbytes, tail, forwards, links, curves)
-                    if traced and links[link, FREE] - now > flight_f[flight, _WORST]:
-                        flight_f[flight, _WORST], flight_i[flight, _LINK] = links[link, FREE] - now, link
+                    if traced:
+                        logs = flight_i[flight, _LOGGED]
+                        noted = note(link, now, begin, end, -1, logs, links, hop_i, hop_f, counters)
                     flight_f[flight, _OUT] = max(flight_f[flight, _OUT], end)
                     head, tail = (end if forwards else begin) + links[link, LATENCY], end + links[link, LATENCY]
                     hop += 1
                     if hop == route_start[route + 1]:
+                        if tail + message_seconds >= max(flight_f[flight, _DELIVERED], flight_f[flight, _OUT]):
+                            flight_i[flight, _LINK] = noted
                         flight_f[flight, _DELIVERED] = max(flight_f[flight, _DELIVERED], tail + message_seconds)
                         flight_i[flight, _LEFT] -= 1
                         continue
@@ -348,9 +318,9 @@ def run(
                     messages += 1
                 message_i[fresh, _FLIGHT], message_i[fresh, ROUTE] = flight, route
                 message_i[fresh, HOP_AT], message_i[fresh, IS_PULL] = hop, 0
-                message_f[fresh, SIZE], message_f[fresh, _ARRIVES] = nbytes, tail
+                message_f[fresh, SIZE], message_f[fresh, _ARRIVES], message_f[fresh, BOUND] = nbytes, tail, noted
                 if by_engines:
-                    if not has_engine(2 * workers[flight_i[flight, _WORKER], RANK], fresh, engines, message_i):
+                    if not has_engine(2 * workers[flight_i[flight, _WORKER], of.RANK], fresh, engines, message_i):
                         continue
                     head += engine_seconds
                 new_time[news], new_turn[news], new[news] = head, 0, (fresh << KIND_BITS) | _HOP
@@ -363,7 +333,7 @@ def run(
             continue
         worker = flight_i[flight, _WORKER]
         complete = flight_i[flight, _LEFT] == 0
-        ours = flight == stand[worker, NEWEST] and stand[worker, STATE] == BUSY
+        ours = flight == stand[worker, of.NEWEST] and stand[worker, of.STATE] == of.BUSY
         if ours and (complete or (push >= 0 and at_once)):  # it is known when the worker is free: to its next step
             starts = advance(
                 worker, now, flight_f[flight, _OUT], iterations, steps, waits, workers, semaphores, post_i, post_f,
@@ -373,19 +343,19 @@ def run(
                 new_time[news], new_turn[news], new[news] = starts, 0, (worker << KIND_BITS) | _GO
                 news += 1
         again = -1
-        flight = stand[worker, OLDEST]
+        flight = stand[worker, of.OLDEST]
         if complete and flight >= 0 and flight_i[flight, _LEFT] == 0:
             # Posts leave in the order of the worker's instructions, one instruction a turn.
             step = flight_i[flight, _INSTRUCTION]
-            moment[worker, ARRIVED] = max(moment[worker, ARRIVED], flight_f[flight, _DELIVERED])
-            for entry in range(steps[step, POST_FROM], steps[step, POST_TO]):
+            moment[worker, of.ARRIVED] = max(moment[worker, of.ARRIVED], flight_f[flight, _DELIVERED])
+            for entry in range(steps[step, of.POST_FROM], steps[step, of.POST_TO]):
                 semaphore = posts[entry]
-                seen = max(moment[worker, ARRIVED], flight_f[flight, _OUT] + signal_seconds[semaphore], now)
+                seen = max(moment[worker, of.ARRIVED], flight_f[flight, _OUT] + signal_seconds[semaphore], now)
                 post(
                     semaphore, now, seen, flight_i[flight, _LOGGED], semaphores, post_i, post_f, counters,
                 )  # fmt: skip
-                waiter = semaphores[semaphore, WAITER]
-                if stand[waiter, STATE] == BLOCKED:
+                waiter = semaphores[semaphore, of.WAITER]
+                if stand[waiter, of.STATE] == of.BLOCKED:
                     starts = begins(
                         waiter, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
                         stand, moment, counters,
@@ -398,9 +368,9 @@ def run(
                 log[place, 4], log[place, 5] = flight_f[flight, _OUT], flight_f[flight, _DELIVERED]
                 log[place, 7] = flight_i[flight, _LINK]
             following = flight_i[flight, _LINKED]
-            stand[worker, OLDEST] = following
+            stand[worker, of.OLDEST] = following
             if following < 0:
-                stand[worker, NEWEST] = -1
+                stand[worker, of.NEWEST] = -1
             elif flight_i[following, _LEFT] == 0:
                 again = worker
             flight_i[flight, _LINKED], free_flight = free_flight, flight

@@ -19,8 +19,15 @@ from .compiled import compiled
 FREE, BUSY, MOVED, RATE, LATENCY = range(5)  # columns of links: seconds, seconds, bytes, bytes per second, seconds
 LINK_COLUMNS = 8
 ROUTE, HOP_AT, IS_PULL = 1, 2, 3  # columns of messages: numbers
-SIZE, SPEED, BOUND = 0, 2, 3  # bytes that are left; bytes per second; the link that lets it have no more
+# Bytes that are left; bytes per second; fair: the link that lets it have no more, FIFO: its last hop that was noted.
+SIZE, SPEED, BOUND = 0, 2, 3
 CURVE_FROM, CURVE_TO = 5, 6  # rows of `curves`; equal where the link has none
+LAST = 7  # of links: the last hop that was noted
+# Columns of hops: the logged flight, the link, the hop before of the same message, the hop before on the same link; and
+# when the message came there, began, let the next one begin, had left.
+HOP_FLIGHT, HOP_LINK, HOP_BEFORE, HOP_AHEAD = range(4)
+HOP_CAME, HOP_BEGAN, HOP_FREED, HOP_LEFT = range(4)
+HOPS = 13  # of counters: how many are noted
 
 
 @compiled
@@ -56,6 +63,19 @@ def serve(link, now, nbytes, arrives, forwards, links, curves):
     if not forwards and arrives > end:
         end = arrives
     return begin, end
+
+
+@compiled
+def note(link, now, begin, end, before, flight, links, hop_i, hop_f, counters):
+    """Write down how a FIFO link served a message; the row."""
+    row = counters[HOPS]
+    counters[HOPS] += 1
+    hop_i[row, HOP_FLIGHT], hop_i[row, HOP_LINK], hop_i[row, HOP_BEFORE] = flight, link, before
+    hop_i[row, HOP_AHEAD] = int(links[link, LAST])
+    hop_f[row, HOP_CAME], hop_f[row, HOP_BEGAN], hop_f[row, HOP_FREED] = now, begin, links[link, FREE]
+    hop_f[row, HOP_LEFT] = end
+    links[link, LAST] = row
+    return row
 
 
 @compiled

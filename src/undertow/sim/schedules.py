@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from ..collective.schedule import MOVE, Schedule
 from ..errors import InvalidArgument, SimulationRefused
 from . import core, engines
-from .links import BUSY, LINK_COLUMNS, MOVED, RATE
+from .links import BUSY, HOP_LINK, LAST, LINK_COLUMNS, MOVED, RATE
 from .moves import moves_of
-from .network import Floats, Network
+from .network import Floats, Ints, Network
 from .state import State
 
 MOST_EVENTS = 2_000_000_000
@@ -67,7 +67,8 @@ class Rules:
 class Result:
     """What a simulation found. `link_seconds` and `link_bytes`: of each link, busy and carried. `log`: if traced.
 
-    `memory`: bytes of all that was under way at once."""
+    `memory`: bytes of all that was under way at once. `hops`: of a traced run over FIFO links, which hop bounded each
+    row of the log, and all hops, as `links` has their columns."""
 
     seconds: float
     events: int
@@ -79,6 +80,8 @@ class Result:
     arrivals: Floats = field(repr=False)
     log: Floats = field(repr=False)
     memory: int = 0
+    hops: tuple[Ints, Ints, Floats] | None = field(default=None, repr=False)
+    by_engines: bool = False
 
     def busy(self, kind: str) -> float:
         """Seconds for which the busiest link of a kind had work."""
@@ -135,6 +138,7 @@ def simulate(
     links, curves = network.tables()
     count = len(links)  # behind them the memory of each rank, which is shared as they are
     links = np.concatenate([links, _memories(schedule.ranks, rules)])
+    links[:, LAST] = -1
     own = np.arange(schedule.ranks)
     route_start = np.concatenate([moves.route_start, moves.route_start[-1] + 1 + own])
     route_link = np.concatenate([moves.route_link, count + own])
@@ -159,10 +163,13 @@ def simulate(
         raise SimulationRefused(reason=f"{schedule.name} ends with rank {rank} waiting for a post that never comes")
     log = state.log
     log[:, core.LOG_STEP] = moves.instruction[log[:, core.LOG_STEP].astype(np.int64)]
+    hops = None if rules.fair or not traced else (log[:, core.LOG_LINK].astype(np.int64), *state.hops)
+    if hops is not None:  # what bounded it is a hop: of the log it is the link
+        log[:, core.LOG_LINK] = np.where(hops[0] >= 0, hops[1][hops[0], HOP_LINK] if len(hops[1]) else -1, -1)
     return Result(
         rules.call_seconds + state.seconds, state.events, state.flights, network, links[:count, BUSY].copy(),
         links[:count, MOVED].copy(), schedule,
-        state.needed.reshape(schedule.ranks, parcels), log, state.nbytes,
+        state.needed.reshape(schedule.ranks, parcels), log, state.nbytes, hops, rules.engines > 0,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from . import core, workers
 from .event_queue import EVENTS, SIZE, empty_places, empty_state
+from .links import HOPS
 from .moves import Moves
 from .network import Floats, Ints
 
@@ -46,6 +47,8 @@ class State:
         self.active = _ints(_FIRST)
         self.room, self.users, self.touched = np.empty(len(links)), np.zeros(len(links), np.int64), _ints(len(links))
         self.needed = np.full(len(ready_at), -1.0)
+        rows = _FIRST if traced else 1
+        self._hop_i, self._hop_f = _ints(rows, 4), np.empty((rows, 4))
         self._log = np.empty((_FIRST if traced else 1, core.LOG_COLUMNS))
 
     @property
@@ -55,7 +58,7 @@ class State:
             self.counters, self.clock, self.engines, self.queue, self.places, self.times, self.orders, self.heap,
             self.lists, self.list_times, self.pending, self.new_time, self.new_turn, self.new, self.stand, self.moment,
             self.flight_i, self.flight_f, self.message_i, self.message_f, self.post_i, self.post_f, self.active,
-            self.room, self.users, self.touched, self._log,
+            self.room, self.users, self.touched, self._log, self._hop_i, self._hop_f,
         )  # fmt: skip
 
     def grow(self) -> None:
@@ -71,6 +74,7 @@ class State:
             (("new_time", "new_turn", "new"), actives + spare + news),
             (("active",), actives + 1),
             (("_log",), int(self.counters[_LOGGED])),
+            (("_hop_i", "_hop_f"), int(self.counters[HOPS]) + spare),
         ):
             while 2 * used >= len(getattr(self, names[0])) > 1:
                 for name in names:
@@ -101,6 +105,12 @@ class State:
     @property
     def log(self) -> Floats:
         return self._log[: int(self.counters[_LOGGED])].copy()
+
+    @property
+    def hops(self) -> tuple[Ints, Floats]:
+        """How each message was served by each FIFO link, in the order in which they were; if traced."""
+        count = int(self.counters[HOPS])
+        return self._hop_i[:count].copy(), self._hop_f[:count].copy()
 
     @property
     def nbytes(self) -> int:
