@@ -42,12 +42,14 @@ def forward(cluster: Cluster, tokens: int) -> tuple[float, float]:
             done = []
             for _ in range(parts):
                 size = tokens / parts * HIDDEN * HALF
-                came = [step.collective("all_gather", size, after=before)] if moving else before
+                came = [step.collective("all_gather", size, after=before, multiprocessors=0)] if moving else before
                 weights = HIDDEN * (inner + outer) / ranks * HALF / parts  # read once, whatever the parts
                 flops = 2 * tokens / parts * HIDDEN * (inner + outer) / ranks
                 seconds = max(flops / device.peak, weights / device.memory_bandwidth)
                 made = step.compute("matmuls", seconds=seconds, after=came)
-                done.append(step.collective("reduce_scatter", size, after=[made], stream="sums") if moving else made)
+                if moving:  # by the same kernel: it holds no multiprocessors of its own
+                    made = step.collective("reduce_scatter", size, after=[made], stream="sums", multiprocessors=0)
+                done.append(made)
             before = done
         return step.run().seconds
 

@@ -52,6 +52,12 @@ def test_tables_for_people() -> None:
     assert "| all_gather_ring " in said
     assert "nvlink: twice the bandwidth" in said
     assert "h100-pod" in call("x", "--machine", "list")
+    named = call("list")
+    assert "all_reduce       ring, one_shot" in named
+    assert "dlrm             serial, chunked, fused" in named
+    assert "mi300x8" in named
+    by_engines = call("all_gather", "--machine", "mi300x8", "--size", "1M", "--lane", "dma", "--why")
+    assert "copy engines that add" in by_engines
 
 
 def test_a_users_program_and_its_timeline(tmp_path: Path) -> None:
@@ -70,6 +76,11 @@ def test_a_users_program_and_its_timeline(tmp_path: Path) -> None:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
+    circle = tmp_path / "circle.toml"
+    operations = [
+        f"[[operations]]\nname='{one}'\nkind='compute'\nseconds=1\nafter=['{to}']" for one, to in ("ab", "ba")
+    ]
+    circle.write_text("\n".join(["format='undertow step 1'", "name='circle'", *operations]))
     for arguments, sentence in (
         (("nothing",), "target is 'nothing'"),
         (("dlrm", "--machine", "no-such"), "machine is 'no-such'"),
@@ -78,6 +89,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (("ring", "--chakra", str(tmp_path / "x")), "it has no step"),
         ((str(tmp_path / "absent.toml"),), "readable file"),
         ((str(tmp_path / "absent.et"),), "no traces"),
+        ((str(circle),), "step.operations[0].after is 'b', but must be of operations before it"),
+        (("dlrm", "--lane", "dma"), "machine is h100x8, without copy engines"),
+        (("dlrm", "--lane", "air"), "--lane is 'air'"),
+        (("ring", "--machine", "h100-pod", "--sweep", "nodes=8192"), "ranks is 65536, but must be so few"),
+        (("ring", "--tile", "0"), "tile is 0"),
     ):
         said = call(*arguments, code=1)
         assert sentence in said

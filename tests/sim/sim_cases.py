@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,12 +42,16 @@ def digest() -> str:
                 for fair in (False, True):
                     if fair and any(kind.points for kind in network.links.kinds):
                         continue
-                    rules = Rules(fair=fair, store_and_forward=name == "ring", step_seconds=1e-7, worker_rate=100e9)
-                    result = simulate(
-                        schedule, network, nbytes=8 << 16, tile=1 << 13, rules=rules, traced=True, check=False
-                    )
-                    for numbers in (np.array([result.seconds, result.events]), result.link_bytes, result.log):
-                        found.update(np.ascontiguousarray(numbers).tobytes())
+                    forwards = name == "ring" and not fair
+                    plain = Rules(fair=fair, store_and_forward=forwards, step_seconds=1e-7, worker_rate=100e9)
+                    narrow = replace(plain, memory_rate=200e9)
+                    few = replace(narrow, engines=2, engine_seconds=1e-6, engines_have_directions=name == "two_shot")
+                    for rules in (plain, narrow, few):
+                        result = simulate(
+                            schedule, network, nbytes=8 << 16, tile=1 << 14, rules=rules, traced=True, check=False
+                        )
+                        for numbers in (np.array([result.seconds, result.events]), result.link_bytes, result.log):
+                            found.update(np.ascontiguousarray(numbers).tobytes())
     return found.hexdigest()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import tomllib
 from dataclasses import replace
 from importlib import resources
@@ -23,8 +24,9 @@ from undertow.sim.collectives import Collectives
 from undertow.sim.network import LinkKind
 from undertow.sim.node_machine import plan_machine
 from undertow.sim.plans import simulate_plan
-from undertow.sim.schedules import simulate
+from undertow.sim.schedules import Rules, simulate
 from undertow.sim.topologies import FullyConnected, Level, Rails, Switch, Torus, Tree
+from undertow.sim.what_if import what_if
 
 GOOD: dict[str, Any] = {
     "format": "undertow cluster 1",
@@ -79,6 +81,25 @@ def _changed(path: str, value: Any) -> dict[str, Any]:
         ("topology", {"kind": "switch", "link": "low"}, "machine.topology is without 'ranks'"),
         ("topology", {"kind": "fully_connected", "ranks": 60000, "link": "low"}, "where all are connected"),
         ("device", 3, "machine.device is 3, but must be a table"),
+        ("device.memory_bandwidth", 1e-300, "machine.device.memory_bandwidth is 1e-300"),
+        (
+            "rules",
+            {"sharing": "fair", "store_and_forward": True, "source": "x"},
+            "sharing is 'fair' with store_and_forw",
+        ),
+        (
+            "copy_engines",
+            {"count": 3, "copy_seconds": 0, "direction": "one", "source": "x"},
+            "count is 3, but must be even",
+        ),
+        ("copy_engines", {"count": 2, "copy_seconds": -1, "source": "x"}, "machine.copy_engines.copy_seconds is -1"),
+        (
+            "copy_engines",
+            {"count": 10**9, "copy_seconds": 0, "source": "x"},
+            "count is 1000000000, but must be at most",
+        ),
+        ("collectives", {"multiprocessors": 99, "source": "x"}, "multiprocessors is 99, but must be at most the 8"),
+        ("collectives", {"scan": 1, "source": "x"}, "machine.collectives.scan is 1, but must be absent"),
     ],
 )
 def test_damage_is_one_sentence(path: str, value: Any, sentence: str | None) -> None:
@@ -198,6 +219,68 @@ def test_copy_engines_cost_each_copy_and_may_learn_to_add() -> None:
     assert times["adding", large] < times["engines", large]
     with pytest.raises(InvalidArgument, match="without copy engines"):
         Cluster.load("h100x8").by_engines()
+
+
+def test_copies_queue_for_engines() -> None:
+    """By hand: seven copies of P from each rank, n engines: ceil(7 / n) after each other, then a signal."""
+    node = Cluster.load("mi300x8")
+    assert node.copy_engines is not None
+    part, link = 1 << 24, 48e9
+    network, free = node.network, replace(node.rules, memory_rate=math.inf)
+    schedule = LIBRARY["all_gather_direct"].compile(ranks=8, target="staged", workers=8)
+    for count in (1, 2, 4, 7, 14):
+        rules = replace(free, engines=count, engine_seconds=5e-6)
+        found = simulate(schedule, network, nbytes=8 * part, rules=rules, check=False)
+        assert found.seconds == pytest.approx(-(-7 // count) * (5e-6 + part / link + 0.6e-6) + 0.6e-6, rel=1e-9)
+    # Pulls need engines that read: half of the engines there are, where each has one direction.
+    pulled = LIBRARY["reduce_scatter_direct"].compile(ranks=8, target="direct", workers=8)
+    for directed, turns in ((False, 1), (True, 2)):
+        rules = replace(free, engines=8, engine_seconds=5e-6, engines_have_directions=directed)
+        found = simulate(pulled, network, nbytes=8 * part, rules=rules, check=False)
+        assert found.seconds == pytest.approx(turns * (5e-6 + part / link), rel=0.01)
+    with pytest.raises(InvalidArgument, match="even number"):
+        Rules(engines=3, engines_have_directions=True)
+
+
+def test_one_engine_for_all_peers_is_as_slow_as_published() -> None:
+    """AMD-DMA-Latte, MI300X: from 32 MB on, all copies on one engine run at 0.15 to 0.2 of one engine a peer."""
+    node = Cluster.load("mi300x8")
+    assert node.copy_engines is not None
+    one = replace(node, copy_engines=replace(node.copy_engines, count=1))
+    for size in (1 << 25, 1 << 27):
+        every, single = (Collectives(cluster.by_engines()).time("all_gather", size).seconds for cluster in (node, one))
+        assert 0.15 <= every / single <= 0.2
+
+
+def test_what_if_engines_were_more_or_could_add() -> None:
+    node = Cluster.load("mi300x8")
+    assert node.copy_engines is not None
+    few = replace(
+        node, copy_engines=replace(node.copy_engines, count=2), rules=replace(node.rules, memory_rate=0.5e12)
+    ).by_engines()
+    assert (few.lane, few.multiprocessors_of("all_to_all")) == ("dma", 0)
+    assert (node.lane, node.multiprocessors_of("all_to_all"), node.multiprocessors_of("all_reduce")) == ("net", 64, 32)
+    gains = {
+        one.what: one.speedup for one in what_if(few, lambda c: Collectives(c).time("all_reduce", 1 << 28).seconds)
+    }
+    assert 1.5 < gains["twice as many copy engines"] < 2.1
+    assert gains["copy engines that add"] > 1.05
+
+
+def test_between_sockets_is_slower_than_inside() -> None:
+    """A message to the other socket passes the link between them and the host memory of the receiver's."""
+    node = Cluster.load("rtx4090x8")
+    names, kinds = [kind.name for kind in node.network.links.kinds], node.network.links.kind_of()
+    routes = node.network.routes(np.array([0, 0]), np.array([1, 5]))
+    found = [
+        [names[kinds[link]] for link in routes.links[first:last]] for first, last in itertools.pairwise(routes.start)
+    ]
+    assert found == [["pcie", "socket", "pcie"], ["pcie", "sockets", "sockets", "socket", "pcie"]]
+    # Four to four others at once: 16 GB/s between the sockets instead of 24 in each.
+    far = LIBRARY["all_to_all_direct"].compile(ranks=8, target="staged", workers=8)
+    seconds = simulate(far, node.network, nbytes=8 << 24, rules=node.rules, check=False)
+    assert seconds.busy("sockets") == pytest.approx(16 * (1 << 24) / 16e9)
+    assert seconds.busy("socket") == pytest.approx((12 + 16) * (1 << 24) / 24e9)
 
 
 def test_a_node_as_the_planners_machine() -> None:

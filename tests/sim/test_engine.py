@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,16 @@ import pytest
 import sim_cases
 from sim_cases import BANDWIDTH, LATENCY, switch
 
-from undertow.collective import LIBRARY, Schedule
+from undertow.collective import LIBRARY, Schedule, Trace, program
 from undertow.errors import InvalidArgument, ProgramRefused, SimulationRefused
 from undertow.sim import core
 from undertow.sim.cluster import Cluster
 from undertow.sim.compiled import CORE
 from undertow.sim.network import LinkKind
-from undertow.sim.schedules import Rules, simulate
+from undertow.sim.schedules import Result, Rules, simulate
 from undertow.sim.timelines import critical_path, schedule_timeline
 from undertow.sim.topologies import FullyConnected, Switch, Torus
+from undertow.sim.what_if import changed, what_if
 
 SIZE = 1 << 28
 EXACT = 1e-9
@@ -130,6 +132,30 @@ def test_workers_are_not_faster_than_they_copy() -> None:
     assert simulate(schedule, switch(2), nbytes=SIZE, rules=fast).seconds < 1.1 * SIZE / BANDWIDTH
 
 
+@pytest.mark.parametrize("fair", [False, True])
+def test_workers_share_the_memory_of_their_rank(fair: bool) -> None:
+    """Four workers of a rank sum P each, 3 P through memory: as long as one that sums 4 P. Each rank has its own."""
+
+    @program("all_reduce", chunks=4)
+    def sums(c: Trace) -> None:
+        for rank in range(2):
+            for part in range(4):
+                taken = c.rank(rank).input[part].copy(c.rank(rank).output[part], channel=part)
+                taken.reduce(c.rank(rank).input[part], channel=part)
+
+    rate, part = 100e9, 50_000_000
+    rules = Rules(memory_rate=rate, copies_are_free=True, fair=fair)
+    schedule = sums.compile(ranks=2, target="direct", workers=8, check=False)
+    assert len(schedule.worker_rank) == 8
+    found = simulate(schedule, switch(2), nbytes=4 * part, rules=rules, traced=True, check=False)
+    assert found.seconds == pytest.approx(4 * 3 * part / rate, rel=EXACT)
+    ends = np.sort(found.log[found.log[:, 5] > 0][:, 5])  # of each rank's workers: one by one, or all at once
+    turns = [4] * 4 if fair else [1, 2, 3, 4]
+    assert ends == pytest.approx(np.sort(np.repeat(turns, 2)) * 3 * part / rate, rel=EXACT)
+    alone = simulate(schedule, switch(2), nbytes=4 * part, rules=replace(rules, memory_rate=4 * rate), check=False)
+    assert alone.seconds == pytest.approx(3 * part / rate, rel=EXACT)
+
+
 @pytest.mark.parametrize("target", ["direct", "staged"])
 @pytest.mark.parametrize("name", ["ring", "two_shot", "halving_doubling", "all_to_all_swap"])
 def test_no_wait_can_be_taken_away_unnoticed(name: str, target: str) -> None:
@@ -155,15 +181,114 @@ def test_a_missing_post_is_a_deadlock() -> None:
 
 
 def test_critical_path_is_all_of_the_time() -> None:
-    """A ring is links and signals; local work comes in where a worker copies slowly."""
+    """A ring is links and signals; memory where it is slower than links."""
     schedule = _staged("ring", 8)
-    for rules, share in ((Rules(), 0.95), (Rules(memory_rate=BANDWIDTH / 4), 0.2)):
-        found = simulate(schedule, switch(8), nbytes=SIZE, rules=rules, traced=True)
+    for rules, name in ((Rules(), "port"), (Rules(memory_rate=BANDWIDTH / 4), "memory")):
+        for fair in (False, True):
+            found = simulate(schedule, switch(8), nbytes=SIZE, rules=replace(rules, fair=fair), traced=True)
+            path = critical_path(found)
+            assert sum(path.values()) == pytest.approx(found.seconds, rel=1e-9)
+            assert path[name] > 0.9 * found.seconds
+            assert set(path) <= {"port", "signals", "memory", "local work"}
+    assert critical_path(simulate(schedule, switch(8), nbytes=SIZE)) == {}
+
+
+@pytest.mark.parametrize("sharing", ["fifo", "fair"])
+def test_what_would_make_this_faster_by_hand(sharing: str) -> None:
+    """Rank 0 sends P = 100 MB to the other node, over cards of 25 GB/s: 4 ms. Beside that it sends P to its neighbour,
+    over ports of 100 GB/s, which adds it to its own, 3 P through memory of 200 GB/s: 1 ms + 1.5 ms. So it is the cards;
+    twice their bandwidth gives 2 ms, and then the other way is longer, 2.5 ms; there it is memory, then ports."""
+
+    @program("all_reduce", chunks=2)
+    def two_ways(c: Trace) -> None:
+        c.rank(0).input[0].copy(c.rank(2).output[0], channel=0)
+        came = c.rank(0).input[1].copy(c.rank(1).output[1], channel=1)
+        came.reduce(c.rank(1).input[1], channel=1)
+
+    cluster = Cluster.from_dict(
+        {
+            "format": "undertow cluster 1",
+            "name": "by hand",
+            "description": "two nodes of two",
+            "device": {"name": "d", "peak": 1.0, "memory_bandwidth": 200e9, "multiprocessors": 1, "source": "hand"},
+            "links": {
+                "card": {"bandwidth": 25e9, "latency": 0.0, "source": "hand"},
+                "port": {"bandwidth": 100e9, "latency": 0.0, "source": "hand"},
+            },
+            "topology": {
+                "kind": "rails", "nodes": 2, "per_node": 2, "cards": 2, "aligned": True, "port": "port", "card": "card",
+            },
+            "rules": {"sharing": sharing, "copies_are_free": True, "source": "hand"},
+        }
+    )  # fmt: skip
+    schedule = two_ways.compile(topology=cluster.topology, target="direct", fuse=False, check=False)
+
+    def run(machine: Cluster) -> Result:
+        nbytes = 200_000_000
+        return simulate(schedule, machine.network, nbytes=nbytes, rules=machine.rules, traced=True, check=False)
+
+    assert critical_path(run(cluster)) == pytest.approx({"card": 4e-3})
+    gains = {one.what: one.speedup for one in what_if(cluster, lambda other: run(other).seconds)}
+    assert gains.pop("card: twice the bandwidth") == pytest.approx(4 / 2.5)
+    assert set(gains.values()) == {1.0}
+    better = changed(cluster, "card", bandwidth=2.0)
+    assert critical_path(run(better)) == pytest.approx({"memory": 1.5e-3, "port": 1e-3})
+    gains = {one.what: one.speedup for one in what_if(better, lambda other: run(other).seconds)}
+    assert gains["memory twice as fast"] == pytest.approx(2.5 / 2.0)  # 1 + 0.75 ms, but cards take 2
+    assert gains["port: twice the bandwidth"] == pytest.approx(2.5 / 2.0)
+    assert gains["card: twice the bandwidth"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather_ring", "broadcast_tree"])
+def test_halving_what_a_path_is_made_of_halves_that_part(name: str) -> None:
+    """Where there is one path only, twice the bandwidth and half the latency take away half of what is told."""
+    schedule = _staged(name, 8)
+    before = simulate(schedule, switch(8), nbytes=1 << 22, traced=True)
+    path = critical_path(before)
+    after = simulate(schedule, switch(8, 2 * BANDWIDTH, LATENCY / 2), nbytes=1 << 22)
+    assert before.seconds - after.seconds == pytest.approx((path["port"] + path.get("signals", 0.0)) / 2, rel=1e-9)
+
+
+@pytest.mark.parametrize("target", ["staged", "direct"])
+@pytest.mark.parametrize("name", ["hierarchical", "ring", "all_to_all_two_step", "all_to_all_direct", "all_to_next"])
+def test_a_path_is_what_a_little_better_would_gain(name: str, target: str) -> None:
+    """Links of one kind that are better by a millionth save a millionth of what the path says of them. Where data are
+    asked for, some of the path is signals, which are latency of links too."""
+    cluster = Cluster.load("a100x16")
+    schedule = LIBRARY[name].compile(topology=cluster.topology, target=target, workers=8, check=False)
+
+    def run(machine: Cluster, engines: int = 0) -> Result:
+        rules = replace(machine.rules, engines=engines, engine_seconds=1e-6)
+        return simulate(
+            schedule, machine.network, nbytes=1 << 24, tile=1 << 19, rules=rules, traced=True, check=False
+        )  # fmt: skip
+
+    for engines in (0, 3):
+        found = run(cluster, engines)
         path = critical_path(found)
         assert sum(path.values()) == pytest.approx(found.seconds, rel=1e-9)
-        assert path["port"] > share * found.seconds
-        assert set(path) <= {"port", "signals", "local work"}
-    assert critical_path(simulate(schedule, switch(8), nbytes=SIZE)) == {}
+        assert ("copy engines" in path) == (engines > 0)
+    found, less = run(cluster), 1e-6
+    path = critical_path(found)
+    if target == "direct":  # reads of many ranks change their order at once: only the sum is told above
+        return
+    for kind in ("nvlink", "hdr"):
+        better = run(changed(cluster, kind, bandwidth=1 + less, latency=1 / (1 + less)))
+        assert (found.seconds - better.seconds) / less == pytest.approx(path.get(kind, 0.0), rel=1e-3, abs=1e-8)
+
+
+def test_a_queue_counts_for_the_link_that_makes_it() -> None:
+    """Messages wait for the link between the sockets, but only because host memory behind it is slower."""
+    node = Cluster.load("rtx4090x8")
+    schedule = LIBRARY["all_to_all_direct"].compile(ranks=8, target="staged", workers=8, check=False)
+
+    def run(machine: Cluster) -> Result:
+        return simulate(schedule, machine.network, nbytes=1 << 24, rules=machine.rules, traced=True, check=False)
+
+    path = critical_path(run(node))
+    assert next(iter(path)) == "socket"
+    assert path["socket"] > 0.9 * sum(path.values())
+    assert what_if(node, lambda other: run(other).seconds)[0].what == "socket: twice the bandwidth"
 
 
 def test_a_schedule_simulates_itself() -> None:
@@ -211,6 +336,25 @@ def test_speed_and_memory() -> None:
     assert memory[256] == memory[64] < 4 << 20  # more of the same takes no more memory
     if CORE == "numba":
         assert best > 2e6
+
+
+def test_memory_of_direct_schedules_is_that_of_what_is_under_way() -> None:
+    """4096 posts that are waited for one by one, long after they were seen; and a ring whose ranks also copy much."""
+
+    @program("all_reduce", chunks=4096)
+    def ahead(c: Trace) -> None:
+        for chunk in range(4096):
+            total = c.rank(0).input[chunk].copy(c.rank(0).output[chunk])
+            total = total.reduce(c.rank(1).input[chunk], channel=1)
+            total.copy(c.rank(1).output[chunk], channel=1)
+
+    schedule = ahead.compile(ranks=2, target="direct", check=False)
+    slow = Rules(memory_rate=10e9, copies_are_free=True)  # sums are, so that copies run ahead of them
+    assert simulate(schedule, switch(2), nbytes=4096 << 10, rules=slow, check=False).memory < 128 << 10
+    ring = LIBRARY["ring"].compile(ranks=256, target="direct", check=False)
+    assert len(ring.instructions) > 2 * 255 * 256  # beside its messages it has copies
+    found = simulate(ring, switch(256), nbytes=256 * 16 << 16, tile=1 << 16, check=False)
+    assert found.memory < 1 << 20  # two messages and two flights a rank
 
 
 def test_bad_arguments_are_one_sentence() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from undertow.errors import InvalidArgument, SimulationRefused
+from undertow.plan.interference import Interference
 from undertow.sim import chakra, step_files
 from undertow.sim.chakra import COLL, COMP, RECV, SEND, Node
 from undertow.sim.cluster import Cluster
 from undertow.sim.collectives import Collectives, programs_for
 from undertow.sim.steps import Step
+from undertow.sim.tasks import Outcome, Task, Tasks
+from undertow.sim.what_if import changed, what_if
 from undertow.sim.workloads import STRATEGIES, Transformer, dlrm, transformer
 
 NODE = Cluster.load("h100x8")
@@ -36,9 +41,54 @@ def test_a_step_takes_what_its_parts_take() -> None:
     step.collective("all_reduce", 1 << 28, after=[one])
     step.compute("two", flops=989.4e9, after=[one])
     found = step.run()
-    assert found.ran[2].end == pytest.approx(2e-3)
+    assert found.ran[2].end == pytest.approx(1e-3 + 1e-3 * (1 + 24 / 132))  # beside 24 CTAs of the sum on 132 SMs
+    alone = Step(NODE)
+    alone.collective("all_reduce", 1 << 28, multiprocessors=0)
+    assert alone.run().seconds == pytest.approx(found.ran[1].end - 1e-3)
+    beside = Step(NODE)
+    beside.collective("all_reduce", 1 << 28)
+    beside.compute("copy", nbytes=3.35e9)  # lives on memory: it does not miss the SMs
+    assert beside.run().ran[1].end == pytest.approx(1e-3)
     least = 2 * 7 / 8 * (1 << 28) / PORT
     assert least < found.ran[1].end - 1e-3 < 1.2 * least
+
+
+def test_where_the_time_of_a_step_goes_by_hand() -> None:
+    """1 ms of computing, a sum, 0.5 ms after it; beside the sum 0.2 ms that nobody waits for. Half the sum's time is
+    saved where links are twice as good, half of computing where that is twice as fast."""
+
+    def run(cluster: Cluster) -> Outcome:
+        step = Step(cluster, interference=Interference(132, ()))
+        one = step.compute("one", flops=1e-3 * 989.4e12)
+        summed = step.collective("all_reduce", 1 << 28, after=[one])
+        step.compute("beside", flops=0.2e-3 * 989.4e12, after=[one])
+        step.compute("two", flops=0.5e-3 * 989.4e12, after=[summed])
+        return step.run()
+
+    node = replace(NODE, rules=replace(NODE.rules, memory_rate=math.inf))  # so that a sum is links and nothing else
+    found = run(node)
+    moving = Collectives(node).time("all_reduce", 1 << 28).seconds
+    assert found.by_resource() == pytest.approx({"computing": 1.5e-3, "all_reduce over nvlink": moving})
+    assert [found.tasks[one].name for one in found.critical_path()] == ["one", "all_reduce", "two"]
+    better = changed(node, "nvlink", bandwidth=2.0, latency=0.5)
+    assert found.seconds - run(better).seconds == pytest.approx(moving / 2, rel=1e-6)
+    gains = {one.what: one.speedup for one in what_if(node, lambda other: run(other).seconds)}
+    assert gains["computing twice as fast"] == pytest.approx(found.seconds / (found.seconds - 0.75e-3))
+
+
+def test_a_delay_is_on_the_path_of_what_it_follows() -> None:
+    """Ends at 1, then a delay of 5; its engine is free at 3 already: the path is through the first, and waits."""
+    tasks = Tasks()
+    first = tasks.add(Task("first", (0,), "a", 1.0))
+    tasks.add(Task("other", (0,), "b", 3.0))
+    tasks.add(Task("last", (0,), "b", 2.0, after=(first,), delay=5.0))
+    found = tasks.run()
+    assert found.by_resource() == {"waiting": 5.0, "b": 2.0, "a": 1.0}
+    late = Tasks()
+    first = late.add(Task("first", (0,), "a", 1.0))
+    late.add(Task("other", (0,), "b", 7.0))
+    late.add(Task("last", (0,), "b", 2.0, after=(first,), delay=5.0))
+    assert late.run().by_resource() == {"b": 9.0}
 
 
 def test_dlrm_on_128_nodes_within_a_second() -> None:
@@ -87,7 +137,10 @@ def _changed(index: int, **values: Any) -> dict[str, Any]:
 
 def test_step_files(tmp_path: Path) -> None:
     found = step_files.run(STEP, NODE)
-    assert found.seconds == pytest.approx(2e-3)
+    slow = 1 + 24 / 132
+    moving = found.ran[1].end - 1e-3
+    assert found.seconds == pytest.approx(1e-3 + moving + (1e-3 - moving / slow))
+    assert step_files.run(_changed(1, multiprocessors=132), NODE).seconds > found.seconds
     for data, sentence in (
         (_changed(0, after=["sum"]), "wait for each other in a circle"),
         (_changed(1, after=["nobody"]), "the name of an operation"),
@@ -120,6 +173,23 @@ def test_chakra_there_and_back(tmp_path: Path) -> None:
     assert again[1].attributes["comm_size"] == (1 << 20) // 8
     assert chakra.simulate([again], NODE).seconds == pytest.approx(outcome.seconds, rel=1e-6)
     assert chakra.find(tmp_path / "step") == [tmp_path / "step.0.et"]
+
+
+def test_chakra_keeps_multiprocessors() -> None:
+    """A sum of 24 CTAs beside a matmul: as slow from the trace as in the step; without the attribute as alone."""
+    step = Step(NODE)
+    step.collective("all_reduce", 1 << 28)
+    step.compute("matmul", seconds=1e-3)
+    outcome = step.run()
+    nodes = chakra.from_outcome(outcome, NODE)
+    assert chakra.simulate([nodes], NODE).ran[1].end == pytest.approx(1e-3 * (1 + 24 / 132))
+    silent = [Node(one.id, one.name, one.type, one.after, one.micros, dict(one.attributes)) for one in nodes]
+    for one in silent:
+        one.attributes.pop("multiprocessors")
+    assert chakra.simulate([silent], NODE).ran[1].end == pytest.approx(1e-3)
+    silent[0].attributes["multiprocessors"] = 133
+    with pytest.raises(SimulationRefused, match="133 multiprocessors, of a device with 132"):
+        chakra.simulate([silent], NODE)
 
 
 def test_chakra_keeps_groups(tmp_path: Path) -> None:

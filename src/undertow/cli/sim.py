@@ -19,10 +19,14 @@ def sim(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="TARGET", help="dlrm, transformer, a collective, a program, FILE.py, FILE.toml, FILE.et or PREFIX."
+            metavar="TARGET",
+            help="dlrm, transformer, a collective, a program, FILE.py, FILE.toml, FILE.et, PREFIX; 'list' names them.",
         ),
     ],
     machine: Annotated[str, typer.Option(help="A shipped machine or a TOML file; 'list' names them.")] = "h100x8",
+    lane: Annotated[
+        str, typer.Option(help="Who moves the bytes: net (kernels) or dma (copy engines, where the machine has some).")
+    ] = "net",
     sweep: Annotated[str, typer.Option(help="nodes=8..1024 (doubling) or nodes=1,2,5. Unset: as the machine is.")] = "",
     nbytes: Annotated[
         int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of a collective, such as 64M.")
@@ -38,21 +42,30 @@ def sim(
     as_json: Annotated[bool, typer.Option("--json", help="For programs instead of people.")] = False,
 ) -> None:
     """Simulate a collective, a training step or a trace, and compare strategies at each scale."""
-    from ..errors import InvalidArgument
+    from ..errors import InvalidArgument, UndertowError
     from ..report.progress import progress_bar
     from ..report.simulation import Line, gains_table, lines_to_json, scale_table
     from ..report.tables import show
     from ..sim import chakra as chakra_files
     from ..sim.cluster import Cluster, shipped_names
     from ..sim.collectives import Collectives
-    from ..sim.targets import Answer, find, fits
+    from ..sim.targets import Answer, find, fits, names
     from ..sim.what_if import what_if
 
-    if machine == "list":
+    if "list" in (machine, target):
+        if target == "list":
+            typer.echo("Targets, and their strategies:")
+            for name, strategies in names().items():
+                typer.echo(f"  {name:16} {strategies}")
+            typer.echo("Machines:")
         for name in shipped_names():
-            typer.echo(f"{name:16} {Cluster.load(name).description}")
+            typer.echo(f"  {name:16} {Cluster.load(name).description}")
         return
+    if lane not in ("net", "dma"):
+        raise InvalidArgument(argument="--lane", was=repr(lane), must="net or dma")
     cluster = Cluster.load(machine)
+    if lane == "dma":
+        cluster = cluster.by_engines()
     scales = [cluster.shape.nodes] if not sweep else nodes_of(sweep)
     chosen = find(target, nbytes, tile)
     if timeline is not None:
@@ -69,8 +82,10 @@ def sim(
             for name, run in chosen.strategies.items():
                 report(f"{name}, {scaled.ranks} ranks", len(lines) / total)
                 found = fits(lambda run=run, scaled=scaled, known=known: run(scaled, known))  # type: ignore[misc]
-                if isinstance(found, str):
-                    lines.append(Line(nodes, scaled.ranks, name, None, {}, found))
+                if isinstance(found, UndertowError):
+                    if total == 1:
+                        raise found
+                    lines.append(Line(nodes, scaled.ranks, name, None, {}, str(found)))
                     continue
                 lines.append(Line(nodes, scaled.ranks, name, found.seconds, found.resources))
                 if here is None or found.seconds < here[0]:
@@ -79,7 +94,9 @@ def sim(
                 best, at = here, scaled
     if best is None:
         raise InvalidArgument(
-            argument="target", was=repr(target), must=f"one that runs on {machine} ({lines[-1].problem})"
+            argument="target",
+            was=repr(target),
+            must=f"one that runs on {machine}: {str(lines[-1].problem).rstrip('.')}",
         )
     gains = []
     if why:

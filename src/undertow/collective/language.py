@@ -44,6 +44,9 @@ COLUMNS = (
 )  # fmt: skip
 ANY_LANE, LANES = -1, ("net", "peer", "dma")
 _pack = struct.Struct(f"{len(COLUMNS)}i").pack
+MOST_OPERATIONS = 1 << 24  # of a program, and chunks of a contract: beyond them memory ends before patience does
+_MOST_BYTES = 4 * len(COLUMNS) * MOST_OPERATIONS
+_SHARDED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # chunks are those of a shard
 
 
 class Ref:
@@ -200,6 +203,9 @@ class Trace:
 
     def record(self, kind: int, source: Ref, to: Ref, channel: int, lane: str | None, frame: FrameType) -> None:
         count = source.count
+        if len(self._rows) >= _MOST_BYTES:
+            must = f"of at most {MOST_OPERATIONS} operations on {self.ranks} ranks"
+            raise InvalidArgument(argument="program", was=f"{self.name}, which is longer", must=must)
         if to.count != count:
             self.refuse(f"{source} has {count} chunks and {to} has {to.count}", frame)
         if kind <= REDUCE:
@@ -298,6 +304,12 @@ class Program:
             return self._collective
         make = BUILT_IN[self._collective] if isinstance(self._collective, str) else self._collective
         chunks = self._chunks(ranks) if callable(self._chunks) else self._chunks
+        held = ranks * chunks * (ranks if self._collective in _SHARDED else 1)
+        if held > MOST_OPERATIONS:  # before arrays of that length are made
+            must = (
+                f"so few that all of them hold at most {MOST_OPERATIONS} chunks, not {held} as by program {self.name}"
+            )
+            raise InvalidArgument(argument="ranks", was=ranks, must=must)
         if root == 0:
             return make(ranks, chunks)
         if self._collective not in ROOTED or not 0 <= root < ranks:

@@ -152,7 +152,9 @@ def write(path: str | Path, nodes: Sequence[Node]) -> None:
 def from_outcome(outcome: Outcome, cluster: Cluster, stage: int = 0) -> list[Node]:
     """The tasks of one stage as nodes; durations in whole microseconds, at least one, for the format has no finer.
 
-    `pg_name` is the group of a collective: all, node or across, which `simulate` understands.
+    `pg_name` is the group of a collective: all, node or across, which `simulate` understands. So it does `stream` and
+    `multiprocessors`, which other readers pass over: without the latter a trace knows no interference, for durations
+    that were measured have it in them already.
     """
     known = Collectives(cluster)
     sizes = {group: known.ranks(group) for group in GROUPS}
@@ -169,7 +171,10 @@ def from_outcome(outcome: Outcome, cluster: Cluster, stage: int = 0) -> list[Nod
             about |= {"pg_name": str(task.details.get("group", "all")), "stream": task.engine}
             nodes.append(Node(number, task.name, COLL, after, 0, about))
         else:
-            nodes.append(Node(number, task.name, COMP, after, max(1, round(task.seconds * 1e6)), {"is_cpu_op": False}))
+            about = {"is_cpu_op": False}
+            nodes.append(Node(number, task.name, COMP, after, max(1, round(task.seconds * 1e6)), about))
+        if task.multiprocessors:
+            about["multiprocessors"] = task.multiprocessors
     return nodes
 
 
@@ -198,7 +203,7 @@ class _Replay:
 
     def __init__(self, traces: Sequence[Sequence[Node]], collectives: Collectives) -> None:
         self.traces, self.collectives = traces, collectives
-        self.tasks = Tasks()
+        self.tasks = Tasks(collectives.cluster.interference)
         places, shared = self._shared()
         missing: dict[object, int] = {}
         followers: dict[object, list[object]] = {}
@@ -282,6 +287,9 @@ class _Replay:
         size = about.get("comm_size", 0)
         if node.type in (COLL, SEND, RECV) and (not isinstance(size, int) or not 0 <= size < 1 << 50):
             raise SimulationRefused(reason=f"node {node.id} has the comm_size {size!r}, which is no number of bytes")
+        held, most = about.get("multiprocessors", 0), self.collectives.cluster.device.multiprocessors
+        if not isinstance(held, int) or not 0 <= held <= most:
+            raise SimulationRefused(reason=f"node {node.id} has {held!r} multiprocessors, of a device with {most}")
         if node.type == COLL:
             number = about.get("comm_type", -1)
             name = COLLECTIVE_TYPES.get(number) if isinstance(number, int) else None
@@ -292,8 +300,8 @@ class _Replay:
             nbytes = int(size) * (self.collectives.ranks(group) if name == "all_gather" else 1)
             timing = self.collectives.time(name, nbytes, group)
             return Task(
-                node.name, ranks, str(about.get("stream", f"net {group}")), timing.seconds, after, 0.0, "net",
-                timing.bytes_per_second, 0, f"{name} over {timing.link}",
+                node.name, ranks, str(about.get("stream", f"net {group}")), timing.seconds, after, 0.0,
+                self.collectives.cluster.lane, timing.bytes_per_second, int(held), f"{name} over {timing.link}",
                 {"bytes": nbytes, "collective": name, "group": group}, timing.link, ordered=False,
             )  # fmt: skip
         if node.type in (SEND, RECV):
@@ -305,7 +313,9 @@ class _Replay:
             seconds = max(operations / device.peak, touched / device.memory_bandwidth, 0.0)
         engine = "host" if about.get("is_cpu_op") is True else COMPUTE
         resource = "computing" if engine == COMPUTE else "host"
-        return Task(node.name, ranks, engine, seconds, after, resource=resource, ordered=False)
+        return Task(
+            node.name, ranks, engine, seconds, after, multiprocessors=int(held), resource=resource, ordered=False
+        )
 
     def _message(self, nodes: list[tuple[int, Node]], nbytes: int, after: tuple[int, ...]) -> Task:
         """A send and its receive. In the trace of one rank, which stands for all, each stands alone."""

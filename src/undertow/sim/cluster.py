@@ -13,7 +13,9 @@ Every table with numbers has a `source`: where they come from. A file with a mis
 | `[topology]` | kind; switch, fully_connected, ring: ranks, link; torus: ranks, dimensions, link; tree: ranks, levels |
 | | rails: nodes, per_node, cards, aligned, port, card, spine. one_node = true: all ranks share a node |
 | `[rules]` | sharing "fifo" or "fair", store_and_forward, copies_are_free, and the seconds of `Rules` |
-| `[copy_engines]` | count, copy_seconds (what each copy costs beside its bytes), reduces |
+| `[copy_engines]` | count, copy_seconds (what each copy costs beside its bytes), reduces, direction: "both" or "one" |
+| | (half of them write to other ranks, half read from them); unless said, "both" |
+| `[collectives]` | multiprocessors that kernels of a collective hold; all_gather, all_reduce, ...: those of one kind |
 | `[interference]` | of each lane a table with contention, per_byte, crowding: the model of `plan.interference` |
 """
 
@@ -40,6 +42,9 @@ from .topologies import FullyConnected, Level, Rails, Switch, Torus, Tree, squar
 FORMAT = "undertow cluster 1"
 MOST_BYTES = 1 << 20  # of a file
 _MOST_BANDWIDTH, _MOST_LATENCY = 1e15, 1e6  # beyond them an event's time would drown in rounding, and nothing end
+_MOST_ENGINES = 1 << 16
+_ANY = "multiprocessors"
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _KINDS = ("switch", "fully_connected", "ring", "torus", "tree", "rails")
 
 
@@ -56,11 +61,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class CopyEngines:
-    """Engines of a device that copy beside its multiprocessors. `reduces`: what if they could add?"""
+    """Engines of a device that copy beside its multiprocessors. `reduces`: what if they could add? `directed`: half of
+    them write to other ranks, half read from them."""
 
     count: int
     copy_seconds: float
     reduces: bool = False
+    directed: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,17 @@ class Cluster:
     rules: Rules
     copy_engines: CopyEngines | None = None
     interference: Interference | None = None
+    held: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def lane(self) -> str:
+        """Which lane the interference model knows its collectives by."""
+        return "dma" if self.rules.engines else "net"
+
+    def multiprocessors_of(self, collective: str) -> int:
+        """Those that its kernels hold while they run; 0 for copy engines, and where the file does not say."""
+        held = dict(self.held)
+        return 0 if self.rules.engines else held.get(collective, held.get(_ANY, 0))
 
     @property
     def ranks(self) -> int:
@@ -103,15 +121,17 @@ class Cluster:
         return Topology.grid(self.shape.nodes, self.shape.per_node)
 
     def by_engines(self) -> Cluster:
-        """The same where copy engines move everything: a cost for each copy, no CTAs that limit it. What arrives is
-        still copied and summed in memory by kernels, unless engines reduce on the way."""
+        """The same where copy engines move everything: copies queue for them, each costs something beside its bytes, no
+        CTAs limit it and no multiprocessors are held. What arrives is still copied and summed in memory by kernels,
+        unless engines add on the way."""
         if self.copy_engines is None:
             raise InvalidArgument(
                 argument="machine", was=f"{self.name}, without copy engines", must="one that has some"
             )
         engines = self.copy_engines
         rules = replace(
-            self.rules, step_seconds=self.rules.step_seconds + engines.copy_seconds, worker_rate=math.inf,
+            self.rules, engines=engines.count, engine_seconds=engines.copy_seconds,
+            engines_have_directions=engines.directed, worker_rate=math.inf,
             memory_rate=math.inf if engines.reduces else self.rules.memory_rate,
         )  # fmt: skip
         return replace(self, name=f"{self.name}, copy engines", rules=rules)
@@ -160,6 +180,7 @@ class Cluster:
             rules=_rules(top.section("rules") if top.has("rules") else None, device),
             copy_engines=_copy_engines(top.section("copy_engines")) if top.has("copy_engines") else None,
             interference=_interference(top.section("interference"), device) if top.has("interference") else None,
+            held=_held(top.section("collectives"), device) if top.has("collectives") else (),
         )
         top.finish()
         if cluster.rules.fair and any(kind.points for kind in cluster.network.links.kinds):
@@ -181,7 +202,7 @@ def _device(section: Section) -> Device:
     device = Device(
         section.text("name"),
         section.positive("peak"),
-        section.positive("memory_bandwidth"),
+        section.positive("memory_bandwidth", least=1.0, most=_MOST_BANDWIDTH),
         section.whole("multiprocessors"),
         section.positive("cta_copy_rate") if section.has("cta_copy_rate") else None,
     )
@@ -218,9 +239,26 @@ def _rules(section: Section | None, device: Device) -> Rules:
 def _copy_engines(section: Section) -> CopyEngines:
     section.text("source")
     reduces = section.flag("reduces") if section.has("reduces") else False
-    engines = CopyEngines(section.whole("count"), section.not_negative("copy_seconds"), reduces)
+    directed = section.choice("direction", ("both", "one")) == "one" if section.has("direction") else False
+    count = section.whole("count")
+    if directed and count % 2:
+        raise section.refuse("count", count, "even where each engine has one direction")
+    if count > _MOST_ENGINES:
+        raise section.refuse("count", count, f"at most {_MOST_ENGINES}")
+    engines = CopyEngines(count, section.not_negative("copy_seconds", most=_MOST_LATENCY), reduces, directed)
     section.finish()
     return engines
+
+
+def _held(section: Section, device: Device) -> tuple[tuple[str, int], ...]:
+    section.text("source")
+    found = []
+    for name in section.names((_ANY, *COLLECTIVES)):
+        count = section.whole(name)
+        if count > device.multiprocessors:
+            raise section.refuse(name, count, f"at most the {device.multiprocessors} of the device")
+        found.append((name, count))
+    return tuple(found)
 
 
 def _interference(section: Section, device: Device) -> Interference:

@@ -23,13 +23,13 @@ from ..collective.algorithms import LIBRARY
 from ..collective.schedule import Schedule
 from ..collective.topology import Topology
 from ..errors import InvalidArgument
-from .cluster import Cluster
+from .cluster import COLLECTIVES, Cluster
 from .network import Ints, Network
 from .schedules import Result, simulate
 
+__all__ = ["COLLECTIVES", "GROUPS", "Collectives", "Subset", "Timing", "busiest_link", "programs_for"]
 GROUPS = ("all", "node", "across")
 _PAIR = "pair"  # the first rank and its place on the next node; inside one node, its neighbour
-COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 _FEW = 16  # ranks of a flat group that may all talk to each other at once
 _FLAT = {
     "all_reduce": ("two_shot", "halving_doubling", "ring"),

@@ -8,111 +8,57 @@ begins when the first bytes of all pulls are here, and ends no earlier than they
     delivered   the last byte has arrived everywhere
     post        seen by the waiter at max(delivered of all that its worker has done so far, out + way of a signal)
 
-Events: a message reaches its next link, a worker starts, pushes may begin, a message is over (fair sharing only). When
-a post will be seen is known when it is made, so it waits in a list of its semaphore instead of among the events, and
-its waiter's start is an event as soon as all it waits for is known. Flights, messages, posts and events under way are
-rows of arrays, handed out again when they are over, so that memory follows what is under way. One turn of the loop
-makes at most one flight; room is made before.
+Events: a message reaches its next link, a worker starts, pushes may begin, a message is over (fair sharing only). Posts
+are no events: see `workers`. Flights, messages, posts and events under way are rows of arrays, handed out again when
+they are over; an instruction that moves nothing and tells nobody has no flight. So memory follows what is under way.
+One turn of the loop makes at most one flight; room is made before.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
-from ..collective.schedule import END, NEEDED, READY
+from ..collective.schedule import END, NEEDED
+from . import links as of_links
+from . import workers as of
 from .compiled import compiled
+from .engines import has_engine, next_copy
 from .event_queue import has_room, is_empty, put, settle, take
-from .links import BUSY, LATENCY, MOVED, RATE, ROUTE, SPEED, fair_rates, serve
+from .links import BOUND, FREE, HOP_AT, IS_PULL, LATENCY, ROUTE, SIZE, SPEED, fair_rates, note, progress, serve, work
+from .workers import advance, begins, bytes_of, post
 
 FINE, TOO_MANY, FULL = range(3)
-# Columns of instructions; they stand in rows, for all of a row is needed at once.
-(
-    KIND, NUMBER, CLASS, COUNT, WAIT_FROM, WAIT_TO, POST_FROM, POST_TO, PULL_FROM, PULL_TO, PUSH_FROM, PUSH_TO, NEXT,
-) = range(13)  # fmt: skip
-STEP_COLUMNS = 13
-SEMAPHORE, VALUE, BACK = range(3)  # columns of waits
-# Columns of semaphores; each turn: posts of an iteration, 0 for those of a start; posted ones that are not passed yet
-# are a list, from the oldest to the newest.
-WAITER, EACH_TURN, _POSTED, _PASSED, OLDEST_POST, _NEWEST_POST = range(6)
-SEMAPHORE_COLUMNS = 8
-FIRST, BODY, RANK = range(3)  # columns of workers: rows of the first instruction and of the first in the loop; -1: none
-AT, TURN, STATE, _OLDEST, _NEWEST, _CAUSE, _OWN = range(7)  # how workers stand; flights whose posts are due
-_FREE_AT, ARRIVED, ENDED = range(3)
-_HOP, TRY, _GO, _PUSH, _OVER, _DUE = range(6)
+_HOP, TRY, _GO, _PUSH, _OVER, _DUE, _FREED = range(7)
 KIND_BITS = 3  # of an event; above them the number of what it is about
-# Columns of posts: the next one, or the next free one; the logged flight behind it; how many posts the row stands for,
-# since those that nobody waits for by number are told with the next one; whether somebody does.
-_POST_NEXT, _POST_LOG, _POST_COUNT, _POST_WAITED = range(4)
-POSTED_TO, IS_WAITED = range(2)  # columns of what instructions post
-FREE_POST, POSTS = 11, 12  # of counters: the first free post, and how many rows are in use
-BLOCKED, _COMING, _BUSY, _DONE = range(4)  # a worker: waits for posts, has a start among the events, has a flight
 # Columns of flights and messages. A free row keeps the number of the next free one in its first column.
 _LINKED, _WORKER, _INSTRUCTION, _LEFT, _HEADS, _LOGGED, _LINK = range(7)
-_BYTES, _HEAD, _TAIL, _OUT, _DELIVERED, _WORST = range(6)
-_FLIGHT, _HOP_AT, _IS_PULL = 0, 2, 3  # and the route
-_SIZE, _ARRIVES = 0, 1  # and the speed
-LOG_STEP, LOG_COLUMNS = (
-    1,
-    8,
-)  # worker, instruction, iteration, begin, out, delivered, the flight that let it begin, its slowest link
-
-
-@compiled
-def _begins(
-    worker, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels, stand, moment,
-    counters,
-):  # fmt: skip
-    """When a worker starts its next instruction; -1 if something it waits for has not been posted yet.
-
-    Posts that are waited for are passed, which frees them: the worker's own time remembers when the last was seen.
-    """
-    step = stand[worker, AT]
-    turn = iterations - 1 if steps[step, KIND] == END else stand[worker, TURN]
-    for entry in range(steps[step, WAIT_FROM], steps[step, WAIT_TO]):
-        semaphore = waits[entry, SEMAPHORE]
-        target = waits[entry, VALUE] + (turn - waits[entry, BACK]) * semaphores[semaphore, EACH_TURN]
-        if semaphores[semaphore, _POSTED] < target:
-            return -1.0
-        while semaphores[semaphore, _PASSED] < target:
-            post = semaphores[semaphore, OLDEST_POST]
-            semaphores[semaphore, _PASSED] += post_i[post, _POST_COUNT]
-            semaphores[semaphore, OLDEST_POST] = post_i[post, _POST_NEXT]
-            if post_f[post] > moment[worker, _FREE_AT]:  # seen in order, so the last one decides
-                moment[worker, _FREE_AT] = post_f[post]
-                stand[worker, _CAUSE] = post_i[post, _POST_LOG]
-            post_i[post, _POST_NEXT] = counters[FREE_POST]
-            counters[FREE_POST] = post
-    begins = max(now, moment[worker, _FREE_AT])
-    if steps[step, KIND] == READY:
-        begins = max(begins, ready_at[workers[worker, RANK] * parcels + steps[step, NUMBER]])
-    stand[worker, STATE] = _COMING
-    return begins
-
-
-@compiled
-def _bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes):
-    """Bytes that an instruction moves in an iteration: a tile of each of its chunks, as far as they reach."""
-    total = 0.0
-    for entry in range(steps[step, CLASS], steps[step, CLASS] + steps[step, COUNT]):
-        total += min(tile_bytes, max(0.0, class_bytes[class_of[entry]] - turn * tile_bytes))
-    return total
+_BYTES, _HEAD, _TAIL, _OUT, _DELIVERED = range(5)
+_FLIGHT, _IS_WORK = 0, 2  # of messages: what it belongs to, beside the columns of `links`; neither pull nor push
+_ARRIVES = 1
+# Columns of the log: worker, instruction, iteration, begin, out, delivered, the flight that let it begin, and what
+# bounded it: a link where sharing is fair, else a hop.
+LOG_STEP, LOG_LINK, LOG_COLUMNS = 1, 7, 8
 
 
 @compiled
 def run(
-    steps, waits, posts, pulls, pushes, busy_per_byte, class_of, class_bytes, tile_bytes, push_factor, workers,
-    iterations, semaphores, signal_seconds, route_start, route_link, request_seconds, links, curves, fair, forwards,
-    step_seconds, message_seconds, ready_at, needed, parcels, traced, most_events, counters, clock,
-    queue, places, times, orders, heap, lists, list_times, pending, new_time, new_turn, new,
-    stand, moment, flight_i, flight_f, message_i, message_f, post_i, post_f, active, room, users, touched, log,
+    steps, waits, posts, pulls, pushes, pace, traffic, class_of, class_bytes, tile_bytes, push_factor, workers,
+    iterations, semaphores, signal_seconds, route_start, route_link, request_seconds, links, curves, memory,
+    memory_route, fair, forwards, step_seconds, message_seconds, engine_seconds, directed, ready_at, needed, parcels,
+    traced, most_events, counters, clock, engines, queue, places, times, orders, heap, lists, list_times, pending,
+    new_time, new_turn, new, stand, moment, flight_i, flight_f, message_i, message_f, post_i, post_f, active, room,
+    users, touched, log, hop_i, hop_f,
 ):  # fmt: skip
     """Go on until all is over (FINE), more than `most_events` were met (TOO_MANY), or an array is full (FULL).
 
-    `push_factor`: bytes on the wire for a byte pushed. `busy_per_byte`: seconds that an instruction keeps its worker
-    for each byte of its chunks, at least. `ready_at[rank * parcels + p]`: when parcel p of a rank is complete.
-    `needed`: when a tile's data came. The last three lines of arguments are how things stand, see `State`: arrays are
+    `push_factor`: bytes on the wire for a byte pushed. `pace`, `traffic`: for each byte of its chunks, the seconds that
+    an instruction keeps its worker, at least, and the bytes that it reads and writes in memory; link `memory` + rank is
+    that of a rank, alone on route `memory_route` + rank. `ready_at[rank * parcels + p]`: when parcel p of a rank is
+    complete. `needed`: when a tile's data came. What follows `most_events` is how things stand, see `State`: arrays are
     never made here, since a loop that made some would count references to all, which takes as long as all the rest.
     """
+    by_engines = len(engines) > 0
+    at_once = (
+        not fair and not by_engines
+    )  # a push begins where it is made, so that its worker knows at once when it ends
     news, flights, free_flight, messages = counters[0], counters[1], counters[2], counters[3]
     free_message, actives, logged, made = counters[4], counters[5], counters[6], counters[7]
     events, spare, again = counters[8], counters[9], counters[10]
@@ -133,28 +79,25 @@ def run(
         if (
             flights == len(flight_i)
             or messages + spare > len(message_i)
-            or counters[POSTS] + spare > len(post_i)
+            or counters[of.POSTS] + spare > len(post_i)
             or actives + spare > len(new)
             or actives == len(active)
-            or (traced and logged == len(log))
+            or (traced and (logged == len(log) or counters[of_links.HOPS] + spare > len(hop_i)))
         ):
             verdict = FULL
             break
         if fair:
             if dirty and (is_empty(queue) or times[0] > now):
-                fair_rates(
+                next_over, since, dirty = now, now, False
+                next_over += fair_rates(
                     active, actives, message_i, message_f, route_start, route_link, links, room, users, touched,
                 )  # fmt: skip
-                next_over, since, dirty = np.inf, now, False
-                for index in range(actives):
-                    one = active[index]
-                    next_over = min(next_over, now + message_f[one, _SIZE] / message_f[one, SPEED])
             if actives > 0 and (is_empty(queue) or next_over < times[0]):
+                progress(active, actives, message_f, next_over - since)
                 kept = 0
                 for index in range(actives):
                     one = active[index]
-                    message_f[one, _SIZE] -= message_f[one, SPEED] * (next_over - since)
-                    if message_f[one, _SIZE] <= message_f[one, SPEED] * next_over * 1e-13 + 1e-9:
+                    if message_f[one, SIZE] <= message_f[one, SPEED] * next_over * 1e-13 + 1e-9:
                         new_time[news], new_turn[news], new[news] = next_over, 0, (one << KIND_BITS) | _OVER
                         news += 1
                     else:
@@ -181,15 +124,21 @@ def run(
         if what == _GO:
             go = which
         elif what == TRY:
-            if stand[which, STATE] == BLOCKED:  # else a post was quicker
-                come_at = _begins(
+            if stand[which, of.STATE] == of.BLOCKED:  # else a post was quicker
+                come_at = begins(
                     which, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
                     stand, moment, counters,
                 )  # fmt: skip
                 if come_at >= 0:
                     coming = (which << KIND_BITS) | _GO
         elif what == _DUE:
-            flight = stand[which, _OLDEST]
+            flight = stand[which, of.OLDEST]
+        elif what == _FREED:
+            freed = next_copy(which, engines, message_i, route_start)
+            if freed >= 0:
+                coming, come_at = (freed << KIND_BITS) | _HOP, now + engine_seconds
+                if message_i[freed, IS_PULL]:
+                    come_at += request_seconds[message_i[freed, ROUTE]]
         elif what == _PUSH:
             push = which
         elif what == _OVER:
@@ -198,106 +147,138 @@ def run(
                 tail += links[route_link[entry], LATENCY]
         elif fair:  # the message begins, and everybody's rate changes
             if not dirty:
-                for index in range(actives):
-                    one = active[index]
-                    message_f[one, _SIZE] -= message_f[one, SPEED] * (now - since)
+                progress(active, actives, message_f, now - since)
                 since, dirty = now, True
             active[actives] = which
             actives += 1
-            begun, route, head, slowest = message_i[which, _FLIGHT], message_i[which, ROUTE], now, np.inf
+            begun, route, head = message_i[which, _FLIGHT], message_i[which, ROUTE], now
             for entry in range(route_start[route], route_start[route + 1]):
                 link = route_link[entry]
                 head += links[link, LATENCY]
-                links[link, MOVED] += message_f[which, _SIZE]
-                links[link, BUSY] += message_f[which, _SIZE] / links[link, RATE]
-                if links[link, RATE] < slowest:
-                    slowest = links[link, RATE]
-                    flight_i[begun, _LINK] = link
-            if message_i[which, _IS_PULL]:
+                links[link, of_links.MOVED] += message_f[which, SIZE]
+                links[link, of_links.BUSY] += message_f[which, SIZE] / links[link, of_links.RATE]
+            if message_i[which, IS_PULL] == 1:
                 flight_i[begun, _HEADS] -= 1
                 flight_f[begun, _HEAD] = max(flight_f[begun, _HEAD], head)
                 step = flight_i[begun, _INSTRUCTION]
-                if flight_i[begun, _HEADS] == 0 and steps[step, PUSH_FROM] < steps[step, PUSH_TO]:
+                if flight_i[begun, _HEADS] == 0 and steps[step, of.PUSH_FROM] < steps[step, of.PUSH_TO]:
                     coming, come_at = (begun << KIND_BITS) | _PUSH, flight_f[begun, _HEAD]
         else:
-            hop, link = message_i[which, _HOP_AT], route_link[message_i[which, _HOP_AT]]
-            begin, end = serve(link, now, message_f[which, _SIZE], message_f[which, _ARRIVES], forwards, links, curves)
-            if traced and end - now > flight_f[message_i[which, _FLIGHT], _WORST]:
-                flight_f[message_i[which, _FLIGHT], _WORST] = end - now
-                flight_i[message_i[which, _FLIGHT], _LINK] = link
+            hop, link = message_i[which, HOP_AT], route_link[message_i[which, HOP_AT]]
+            begin, end = serve(link, now, message_f[which, SIZE], message_f[which, _ARRIVES], forwards, links, curves)
+            if traced:
+                message_f[which, BOUND] = note(
+                    link, now, begin, end, int(message_f[which, BOUND]), flight_i[message_i[which, _FLIGHT], _LOGGED],
+                    links, hop_i, hop_f, counters,
+                )  # fmt: skip
             head, tail = (end if forwards else begin) + links[link, LATENCY], end + links[link, LATENCY]
             if hop + 1 < route_start[message_i[which, ROUTE] + 1]:
-                message_i[which, _HOP_AT], message_f[which, _ARRIVES] = hop + 1, tail
+                message_i[which, HOP_AT], message_f[which, _ARRIVES] = hop + 1, tail
                 coming, come_at = (which << KIND_BITS) | _HOP, head
             else:
                 over = which
 
         if over >= 0:
-            flight = message_i[over, _FLIGHT]
+            flight, is_pull = message_i[over, _FLIGHT], message_i[over, IS_PULL]
             flight_i[flight, _LEFT] -= 1
-            tail += message_seconds
+            if is_pull != _IS_WORK:
+                tail += message_seconds
+            if tail >= max(flight_f[flight, _DELIVERED], flight_f[flight, _OUT]):  # what bounds the last bounds all
+                flight_i[flight, _LINK] = int(message_f[over, BOUND])
             flight_f[flight, _DELIVERED] = max(flight_f[flight, _DELIVERED], tail)
-            if message_i[over, _IS_PULL]:
+            if is_pull or by_engines:  # read, copied or worked on: the worker has seen the end of it
                 flight_f[flight, _OUT] = max(flight_f[flight, _OUT], tail)
-                if not fair:
-                    flight_i[flight, _HEADS] -= 1
-                    flight_f[flight, _HEAD] = max(flight_f[flight, _HEAD], head)
-                    flight_f[flight, _TAIL] = max(flight_f[flight, _TAIL], tail)
-                    if flight_i[flight, _HEADS] == 0 and flight_i[flight, _LEFT] > 0:
-                        coming, come_at = (flight << KIND_BITS) | _PUSH, max(now, flight_f[flight, _HEAD])
             elif fair:
                 flight_f[flight, _OUT] = max(flight_f[flight, _OUT], now)
+            if is_pull == 1 and not fair:
+                flight_i[flight, _HEADS] -= 1
+                flight_f[flight, _HEAD] = max(flight_f[flight, _HEAD], head)
+                flight_f[flight, _TAIL] = max(flight_f[flight, _TAIL], tail)
+                if flight_i[flight, _HEADS] == 0 and flight_i[flight, _LEFT] > 0:
+                    coming, come_at = (flight << KIND_BITS) | _PUSH, max(now, flight_f[flight, _HEAD])
+            if by_engines and is_pull != _IS_WORK:
+                engine = 2 * workers[flight_i[flight, _WORKER], of.RANK] + is_pull * directed
+                new_time[news], new_turn[news], new[news] = tail, 0, (engine << KIND_BITS) | _FREED
+                news += 1
             message_i[over, _FLIGHT], free_message = free_message, over
 
         if go >= 0:
-            step = stand[go, AT]
-            kind = steps[step, KIND]
-            turn = iterations - 1 if kind == END else stand[go, TURN]
-            stand[go, STATE] = _BUSY
-            flight = free_flight
-            if flight >= 0:
-                free_flight = flight_i[flight, _LINKED]
-            else:
-                flight = flights
-                flights += 1
+            step = stand[go, of.AT]
+            kind = steps[step, of.KIND]
+            turn = iterations - 1 if kind == END else stand[go, of.TURN]
+            stand[go, of.STATE] = of.BUSY
             made += 1
-            nbytes = _bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes)
+            nbytes = bytes_of(step, turn, steps, class_of, class_bytes, tile_bytes)
             pulled, pushed = 0, 0
             if nbytes > 0:
-                pulled = steps[step, PULL_TO] - steps[step, PULL_FROM]
-                pushed = steps[step, PUSH_TO] - steps[step, PUSH_FROM]
-            flight_i[flight, _LINKED], flight_i[flight, _WORKER], flight_i[flight, _INSTRUCTION] = -1, go, step
-            flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed, pulled
-            flight_i[flight, _LINK], flight_i[flight, _LOGGED] = -1, -1
-            flight_f[flight, _BYTES], flight_f[flight, _HEAD], flight_f[flight, _TAIL] = nbytes, now, 0.0
-            flight_f[flight, _OUT], flight_f[flight, _WORST] = now + step_seconds + nbytes * busy_per_byte[step], 0
-            flight_f[flight, _DELIVERED] = flight_f[flight, _OUT] if pushed == 0 else now
-            if stand[go, _NEWEST] >= 0:
-                flight_i[stand[go, _NEWEST], _LINKED] = flight
-            else:
-                stand[go, _OLDEST] = flight
-            stand[go, _NEWEST] = flight
+                pulled = steps[step, of.PULL_TO] - steps[step, of.PULL_FROM]
+                pushed = steps[step, of.PUSH_TO] - steps[step, of.PUSH_FROM]
+            sent = now + step_seconds
+            out, worked, rank = sent + nbytes * pace[step], nbytes * traffic[step], workers[go, of.RANK]
+            begin, end = 0.0, -1.0
+            if worked > 0 and not fair:
+                begin = max(sent, links[memory + rank, FREE])
+                end = work(memory + rank, sent, worked, links)
+                out, worked = max(out, end), 0.0
+            hop = -1
             if traced:
                 log[logged, 0], log[logged, 1], log[logged, 2], log[logged, 3] = go, step, turn, now
-                log[logged, 6] = stand[go, _CAUSE]
-                flight_i[flight, _LOGGED] = stand[go, _OWN] = logged
+                log[logged, 4], log[logged, 5], log[logged, 6] = out, out, stand[go, of.CAUSE]
+                if end >= 0:
+                    hop = note(memory + rank, sent, begin, end, -1, logged, links, hop_i, hop_f, counters)
+                log[logged, 7] = hop if end == out else -1
+                stand[go, of.OWN] = logged
                 logged += 1
+            if pulled + pushed == 0 and worked == 0 and steps[step, of.POST_FROM] == steps[step, of.POST_TO]:
+                # Nothing moves and nobody is told: it is over before whatever its worker does next.
+                come_at = advance(
+                    go, now, out, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
+                    stand, moment, counters,
+                )  # fmt: skip
+                if come_at >= 0:
+                    coming = (go << KIND_BITS) | _GO
+            else:
+                flight = free_flight
+                if flight >= 0:
+                    free_flight = flight_i[flight, _LINKED]
+                else:
+                    flight = flights
+                    flights += 1
+                flight_i[flight, _LINKED], flight_i[flight, _WORKER], flight_i[flight, _INSTRUCTION] = -1, go, step
+                flight_i[flight, _LEFT], flight_i[flight, _HEADS] = pulled + pushed + (worked > 0), pulled
+                flight_i[flight, _LINK], flight_i[flight, _LOGGED] = hop if end == out else -1, logged - 1
+                flight_f[flight, _BYTES], flight_f[flight, _HEAD], flight_f[flight, _TAIL] = nbytes, now, 0.0
+                flight_f[flight, _OUT] = out
+                flight_f[flight, _DELIVERED] = out if pushed == 0 else now
+                if stand[go, of.NEWEST] >= 0:
+                    flight_i[stand[go, of.NEWEST], _LINKED] = flight
+                else:
+                    stand[go, of.OLDEST] = flight
+                stand[go, of.NEWEST] = flight
             if kind == NEEDED:
-                needed[workers[go, RANK] * parcels + steps[step, NUMBER]] = now
-            # Whole messages leave after the sum, streams while it is made.
-            sent = now + step_seconds + (nbytes * busy_per_byte[step] if forwards else 0.0)
-            for index in range(pulled):
+                needed[rank * parcels + steps[step, of.NUMBER]] = now
+            if forwards:  # whole messages leave after the sum, streams while it is made
+                sent = out
+            for index in range(pulled + (worked > 0)):
                 fresh = free_message
                 if fresh >= 0:
                     free_message = message_i[fresh, _FLIGHT]
                 else:
                     fresh = messages
                     messages += 1
-                route = pulls[steps[step, PULL_FROM] + index]
-                message_i[fresh, _FLIGHT], message_i[fresh, ROUTE] = flight, route
-                message_i[fresh, _HOP_AT], message_i[fresh, _IS_PULL] = route_start[route], 1
-                message_f[fresh, _SIZE], message_f[fresh, _ARRIVES] = nbytes, 0.0
-                reach = sent + request_seconds[route]
+                message_i[fresh, _FLIGHT], message_f[fresh, _ARRIVES], message_f[fresh, BOUND] = flight, 0.0, -1
+                if index == pulled:  # what it does in memory, beside what others do there
+                    message_i[fresh, ROUTE], message_i[fresh, IS_PULL] = memory_route + rank, _IS_WORK
+                    message_f[fresh, SIZE], reach = worked, sent
+                else:
+                    route = pulls[steps[step, of.PULL_FROM] + index]
+                    message_i[fresh, ROUTE], message_i[fresh, HOP_AT] = route, route_start[route]
+                    message_i[fresh, IS_PULL], message_f[fresh, SIZE] = 1, nbytes
+                    reach = sent + request_seconds[route]
+                    if by_engines:
+                        if not has_engine(2 * rank + directed, fresh, engines, message_i):
+                            continue
+                        reach += engine_seconds
                 # Requests leave one after the other: of those that arrive together, everybody's first goes first.
                 new_time[news], new_turn[news], new[news] = reach, index, (fresh << KIND_BITS) | _HOP
                 news += 1
@@ -310,19 +291,22 @@ def run(
         if push >= 0:
             flight, step = push, flight_i[push, _INSTRUCTION]
             nbytes = flight_f[flight, _BYTES] * push_factor
-            for entry in range(steps[step, PUSH_FROM], steps[step, PUSH_TO]):
+            for entry in range(steps[step, of.PUSH_FROM], steps[step, of.PUSH_TO]):
                 route = pushes[entry]
                 hop = route_start[route]
-                head, tail = now, 0.0
-                if not fair:
+                head, tail, noted = now, flight_f[flight, _TAIL], -1
+                if at_once:
                     link = route_link[hop]
-                    begin, end = serve(link, now, nbytes, flight_f[flight, _TAIL], forwards, links, curves)
-                    if traced and end - now > flight_f[flight, _WORST]:
-                        flight_f[flight, _WORST], flight_i[flight, _LINK] = end - now, link
+                    begin, end = serve(link, now, nbytes, tail, forwards, links, curves)
+                    if traced:
+                        logs = flight_i[flight, _LOGGED]
+                        noted = note(link, now, begin, end, -1, logs, links, hop_i, hop_f, counters)
                     flight_f[flight, _OUT] = max(flight_f[flight, _OUT], end)
                     head, tail = (end if forwards else begin) + links[link, LATENCY], end + links[link, LATENCY]
                     hop += 1
                     if hop == route_start[route + 1]:
+                        if tail + message_seconds >= max(flight_f[flight, _DELIVERED], flight_f[flight, _OUT]):
+                            flight_i[flight, _LINK] = noted
                         flight_f[flight, _DELIVERED] = max(flight_f[flight, _DELIVERED], tail + message_seconds)
                         flight_i[flight, _LEFT] -= 1
                         continue
@@ -333,8 +317,12 @@ def run(
                     fresh = messages
                     messages += 1
                 message_i[fresh, _FLIGHT], message_i[fresh, ROUTE] = flight, route
-                message_i[fresh, _HOP_AT], message_i[fresh, _IS_PULL] = hop, 0
-                message_f[fresh, _SIZE], message_f[fresh, _ARRIVES] = nbytes, tail
+                message_i[fresh, HOP_AT], message_i[fresh, IS_PULL] = hop, 0
+                message_f[fresh, SIZE], message_f[fresh, _ARRIVES], message_f[fresh, BOUND] = nbytes, tail, noted
+                if by_engines:
+                    if not has_engine(2 * workers[flight_i[flight, _WORKER], of.RANK], fresh, engines, message_i):
+                        continue
+                    head += engine_seconds
                 new_time[news], new_turn[news], new[news] = head, 0, (fresh << KIND_BITS) | _HOP
                 news += 1
 
@@ -345,74 +333,44 @@ def run(
             continue
         worker = flight_i[flight, _WORKER]
         complete = flight_i[flight, _LEFT] == 0
-        ours = flight == stand[worker, _NEWEST] and stand[worker, STATE] == _BUSY
-        if ours and (complete or (push >= 0 and not fair)):  # it is known when the worker is free: to its next step
-            moment[worker, _FREE_AT] = flight_f[flight, _OUT]
-            step = steps[stand[worker, AT], NEXT]
-            if step < 0:  # the end of the loop; behind it there may be one more
-                if stand[worker, TURN] + 1 < iterations:
-                    stand[worker, TURN] += 1
-                    step = workers[worker, BODY]
-                else:
-                    step = -step
-            stand[worker, AT], stand[worker, STATE] = step, BLOCKED
-            if step == len(steps):
-                stand[worker, AT], stand[worker, STATE] = -1, _DONE
-                moment[worker, ENDED] = moment[worker, _FREE_AT]
-            else:
-                stand[worker, _CAUSE] = stand[worker, _OWN]
-                begins = _begins(
-                    worker, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
-                    stand, moment, counters,
-                )  # fmt: skip
-                if begins >= 0:
-                    new_time[news], new_turn[news], new[news] = begins, 0, (worker << KIND_BITS) | _GO
-                    news += 1
+        ours = flight == stand[worker, of.NEWEST] and stand[worker, of.STATE] == of.BUSY
+        if ours and (complete or (push >= 0 and at_once)):  # it is known when the worker is free: to its next step
+            starts = advance(
+                worker, now, flight_f[flight, _OUT], iterations, steps, waits, workers, semaphores, post_i, post_f,
+                ready_at, parcels, stand, moment, counters,
+            )  # fmt: skip
+            if starts >= 0:
+                new_time[news], new_turn[news], new[news] = starts, 0, (worker << KIND_BITS) | _GO
+                news += 1
         again = -1
-        flight = stand[worker, _OLDEST]
+        flight = stand[worker, of.OLDEST]
         if complete and flight >= 0 and flight_i[flight, _LEFT] == 0:
             # Posts leave in the order of the worker's instructions, one instruction a turn.
             step = flight_i[flight, _INSTRUCTION]
-            moment[worker, ARRIVED] = max(moment[worker, ARRIVED], flight_f[flight, _DELIVERED])
-            for entry in range(steps[step, POST_FROM], steps[step, POST_TO]):
-                semaphore = posts[entry, POSTED_TO]
-                seen = max(moment[worker, ARRIVED], flight_f[flight, _OUT] + signal_seconds[semaphore], now)
-                post = semaphores[semaphore, _NEWEST_POST]
-                if semaphores[semaphore, OLDEST_POST] < 0 or post_i[post, _POST_WAITED]:
-                    fresh = counters[FREE_POST]
-                    if fresh >= 0:
-                        counters[FREE_POST] = post_i[fresh, _POST_NEXT]
-                    else:
-                        fresh = counters[POSTS]
-                        counters[POSTS] += 1
-                    if semaphores[semaphore, OLDEST_POST] >= 0:
-                        post_i[post, _POST_NEXT] = fresh
-                    else:
-                        semaphores[semaphore, OLDEST_POST] = fresh
-                    semaphores[semaphore, _NEWEST_POST] = fresh
-                    post = fresh
-                    post_i[post, _POST_NEXT], post_i[post, _POST_COUNT] = -1, 0
-                post_i[post, _POST_LOG], post_f[post] = flight_i[flight, _LOGGED], seen
-                post_i[post, _POST_COUNT] += 1
-                post_i[post, _POST_WAITED] = posts[entry, IS_WAITED]
-                semaphores[semaphore, _POSTED] += 1
-                waiter = semaphores[semaphore, WAITER]
-                if stand[waiter, STATE] == BLOCKED:
-                    begins = _begins(
+            moment[worker, of.ARRIVED] = max(moment[worker, of.ARRIVED], flight_f[flight, _DELIVERED])
+            for entry in range(steps[step, of.POST_FROM], steps[step, of.POST_TO]):
+                semaphore = posts[entry]
+                seen = max(moment[worker, of.ARRIVED], flight_f[flight, _OUT] + signal_seconds[semaphore], now)
+                post(
+                    semaphore, now, seen, flight_i[flight, _LOGGED], semaphores, post_i, post_f, counters,
+                )  # fmt: skip
+                waiter = semaphores[semaphore, of.WAITER]
+                if stand[waiter, of.STATE] == of.BLOCKED:
+                    starts = begins(
                         waiter, now, iterations, steps, waits, workers, semaphores, post_i, post_f, ready_at, parcels,
                         stand, moment, counters,
                     )  # fmt: skip
-                    if begins >= 0:
-                        new_time[news], new_turn[news], new[news] = begins, 0, (waiter << KIND_BITS) | _GO
+                    if starts >= 0:
+                        new_time[news], new_turn[news], new[news] = starts, 0, (waiter << KIND_BITS) | _GO
                         news += 1
             if traced:
                 place = flight_i[flight, _LOGGED]
                 log[place, 4], log[place, 5] = flight_f[flight, _OUT], flight_f[flight, _DELIVERED]
                 log[place, 7] = flight_i[flight, _LINK]
             following = flight_i[flight, _LINKED]
-            stand[worker, _OLDEST] = following
+            stand[worker, of.OLDEST] = following
             if following < 0:
-                stand[worker, _NEWEST] = -1
+                stand[worker, of.NEWEST] = -1
             elif flight_i[following, _LEFT] == 0:
                 again = worker
             flight_i[flight, _LINKED], free_flight = free_flight, flight

@@ -18,8 +18,16 @@ from .compiled import compiled
 
 FREE, BUSY, MOVED, RATE, LATENCY = range(5)  # columns of links: seconds, seconds, bytes, bytes per second, seconds
 LINK_COLUMNS = 8
-ROUTE, SPEED = 1, 2  # columns of messages
+ROUTE, HOP_AT, IS_PULL = 1, 2, 3  # columns of messages: numbers
+# Bytes that are left; bytes per second; fair: the link that lets it have no more, FIFO: its last hop that was noted.
+SIZE, SPEED, BOUND = 0, 2, 3
 CURVE_FROM, CURVE_TO = 5, 6  # rows of `curves`; equal where the link has none
+LAST = 7  # of links: the last hop that was noted
+# Columns of hops: the logged flight, the link, the hop before of the same message, the hop before on the same link; and
+# when the message came there, began, let the next one begin, had left.
+HOP_FLIGHT, HOP_LINK, HOP_BEFORE, HOP_AHEAD = range(4)
+HOP_CAME, HOP_BEGAN, HOP_FREED, HOP_LEFT = range(4)
+HOPS = 13  # of counters: how many are noted
 
 
 @compiled
@@ -58,10 +66,34 @@ def serve(link, now, nbytes, arrives, forwards, links, curves):
 
 
 @compiled
-def fair_rates(active, count, message_i, message_f, route_start, route_link, links, room, users, touched):
-    """Fill the speeds of the first `count` active messages, bytes per second. `room` and `users` are per link, users 0.
+def note(link, now, begin, end, before, flight, links, hop_i, hop_f, counters):
+    """Write down how a FIFO link served a message; the row."""
+    row = counters[HOPS]
+    counters[HOPS] += 1
+    hop_i[row, HOP_FLIGHT], hop_i[row, HOP_LINK], hop_i[row, HOP_BEFORE] = flight, link, before
+    hop_i[row, HOP_AHEAD] = int(links[link, LAST])
+    hop_f[row, HOP_CAME], hop_f[row, HOP_BEGAN], hop_f[row, HOP_FREED] = now, begin, links[link, FREE]
+    hop_f[row, HOP_LEFT] = end
+    links[link, LAST] = row
+    return row
 
-    Progressive filling: the link that fills first decides for its messages, then the rest share what is left.
+
+@compiled
+def work(memory, now, nbytes, links):
+    """Let a FIFO memory read and write: when it has. Less than `serve`: nothing arrives, and it has no curve."""
+    end = max(now, links[memory, FREE]) + nbytes / links[memory, RATE]
+    links[memory, FREE] = end
+    links[memory, BUSY] += nbytes / links[memory, RATE]
+    links[memory, MOVED] += nbytes
+    return end
+
+
+@compiled
+def fair_rates(active, count, message_i, message_f, route_start, route_link, links, room, users, touched):
+    """Fill the speeds of the first `count` active messages, bytes per second: in how many seconds the first is over.
+
+    Progressive filling: the link that fills first decides for its messages, then the rest share what is left. `room`
+    and `users` are per link, users 0.
     """
     used = 0
     for index in range(count):
@@ -92,6 +124,7 @@ def fair_rates(active, count, message_i, message_f, route_start, route_link, lin
                 link = route_link[entry]
                 if room[link] / users[link] <= bound:
                     message_f[message, SPEED] = -2.0  # rooms change only when all messages of this round are found
+                    message_f[message, BOUND] = link
         for index in range(count):
             message = active[index]
             if message_f[message, SPEED] == -2.0:
@@ -104,3 +137,14 @@ def fair_rates(active, count, message_i, message_f, route_start, route_link, lin
                     room[link] = max(0.0, room[link] - least)
     for index in range(used):
         users[touched[index]] = 0
+    first = np.inf
+    for index in range(count):
+        first = min(first, message_f[active[index], SIZE] / message_f[active[index], SPEED])
+    return first
+
+
+@compiled
+def progress(active, count, message_f, seconds):
+    """The first `count` active messages move on."""
+    for index in range(count):
+        message_f[active[index], SIZE] -= message_f[active[index], SPEED] * seconds

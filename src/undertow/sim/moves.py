@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..collective.schedule import END, MOVE, START, Schedule
-from . import core
+from . import workers
 from .network import Floats, Ints, Network
 
 Rows = NDArray[np.int32]
@@ -22,7 +22,7 @@ _KEPT: weakref.WeakKeyDictionary[Schedule, tuple[weakref.ref[Network], Moves]] =
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Tables with the columns that `core` names. `pulls` and `pushes` are routes, `posts` semaphores.
+    """Tables with the columns that `workers` names. `pulls` and `pushes` are routes, `posts` semaphores.
 
     `instruction[i]` is the schedule's number of row i.
     """
@@ -77,25 +77,29 @@ def _moves(schedule: Schedule, network: Network) -> Moves:
     signal_seconds[away] = latency[np.searchsorted(wanted, signal[away])]
     wait_entry, post_entry = _entries(one.wait_start, order), _entries(one.post_start, order)
     class_sizes = one.count[order]
-    columns = np.empty((core.STEP_COLUMNS, len(one)), np.int32)
-    columns[core.KIND], columns[core.NUMBER], columns[core.COUNT] = one.kind[order], one.number[order], class_sizes
-    columns[core.CLASS] = np.cumsum(class_sizes) - class_sizes
+    columns = np.empty((workers.STEP_COLUMNS, len(one)), np.int32)
+    columns[workers.KIND], columns[workers.NUMBER], columns[workers.COUNT] = (
+        one.kind[order],
+        one.number[order],
+        class_sizes,
+    )
+    columns[workers.CLASS] = np.cumsum(class_sizes) - class_sizes
     for low, high, sizes in (
-        (core.WAIT_FROM, core.WAIT_TO, np.diff(one.wait_start)[order]),
-        (core.POST_FROM, core.POST_TO, np.diff(one.post_start)[order]),
-        (core.PULL_FROM, core.PULL_TO, pull_sizes),
-        (core.PUSH_FROM, core.PUSH_TO, push_sizes),
+        (workers.WAIT_FROM, workers.WAIT_TO, np.diff(one.wait_start)[order]),
+        (workers.POST_FROM, workers.POST_TO, np.diff(one.post_start)[order]),
+        (workers.PULL_FROM, workers.PULL_TO, pull_sizes),
+        (workers.PUSH_FROM, workers.PUSH_TO, push_sizes),
     ):
         np.cumsum(sizes, out=columns[high])
         np.subtract(columns[high], sizes, out=columns[low], casting="unsafe")
-    columns[core.NEXT] = np.append(row[1:], 0)[order]
+    columns[workers.NEXT] = np.append(row[1:], 0)[order]
     steps = np.ascontiguousarray(columns.T)
-    workers = _workers(schedule, row, steps)
+    found = _workers(schedule, row, steps)
     return Moves(
         order, steps,
         np.stack([one.wait_semaphore, one.wait_value, one.wait_back], axis=1)[wait_entry],
-        _posts(schedule)[post_entry], _places(wanted, pull_pair, ranks), _places(wanted, push_pair, ranks),
-        one.class_of[_entries(one.class_start, order)], workers, _semaphores(schedule), signal_seconds, routes.start,
+        one.post_semaphore[post_entry], _places(wanted, pull_pair, ranks), _places(wanted, push_pair, ranks),
+        one.class_of[_entries(one.class_start, order)], found, _semaphores(schedule), signal_seconds, routes.start,
         routes.links, back,
     )  # fmt: skip
 
@@ -161,41 +165,24 @@ def _workers(schedule: Schedule, row: Ints, steps: Rows) -> Ints:
     """The rows of workers; marks in `steps` where their loops end: by the row behind the loop, negative."""
     start, kind = schedule.worker_start.astype(np.int64), schedule.instructions.kind
     found = np.full((len(schedule.worker_rank), 4), -1, np.int64)
-    found[:, core.RANK] = schedule.worker_rank
+    found[:, workers.RANK] = schedule.worker_rank
     busy = np.flatnonzero(start[1:] > start[:-1])
     first, last = start[:-1][busy], start[1:][busy]
-    found[busy, core.FIRST] = row[first]
+    found[busy, workers.FIRST] = row[first]
     body = first + (kind[first] == START)
     ends = last - (kind[last - 1] == END)
-    steps[row[last - 1], core.NEXT] = len(steps)
+    steps[row[last - 1], workers.NEXT] = len(steps)
     loops = ends > body
-    found[busy[loops], core.BODY] = row[body[loops]]
+    found[busy[loops], workers.BODY] = row[body[loops]]
     behind = np.where(ends < last, row[np.minimum(ends, len(row) - 1)], len(steps))
-    steps[row[ends[loops] - 1], core.NEXT] = -behind[loops]
-    return found
-
-
-def _posts(schedule: Schedule) -> Rows:
-    """What is posted, and whether somebody waits for just that post: the semaphore's first, second, ... of a turn."""
-    one = schedule.instructions
-    counts = np.bincount(one.post_semaphore, minlength=len(schedule.semaphore_posts))
-    starts = np.cumsum(counts) - counts
-    short = np.int16 if len(counts) < 1 << 15 else np.int32  # short numbers are sorted by their digits
-    # A semaphore has one poster, whose posts stand in order.
-    order = np.argsort(one.post_semaphore.astype(short), kind="stable")
-    exists = one.wait_value <= counts[one.wait_semaphore]
-    waited = np.zeros(len(order), np.int32)
-    waited[(starts[one.wait_semaphore] + one.wait_value - 1)[exists]] = 1
-    found = np.empty((len(order), 2), np.int32)
-    found[:, core.POSTED_TO] = one.post_semaphore
-    found[order, core.IS_WAITED] = waited
+    steps[row[ends[loops] - 1], workers.NEXT] = -behind[loops]
     return found
 
 
 def _semaphores(schedule: Schedule) -> Ints:
     """A start is posted once a call, everything else once an iteration or more."""
-    found = np.zeros((len(schedule.semaphore_posts), core.SEMAPHORE_COLUMNS), np.int64)
-    found[:, core.OLDEST_POST] = -1
-    found[:, core.WAITER] = schedule.semaphore_waiter
-    found[:, core.EACH_TURN] = np.where(schedule.semaphore_of_start, 0, schedule.semaphore_posts)
+    found = np.zeros((len(schedule.semaphore_posts), workers.SEMAPHORE_COLUMNS), np.int64)
+    found[:, workers.OLDEST_POST] = -1
+    found[:, workers.WAITER] = schedule.semaphore_waiter
+    found[:, workers.EACH_TURN] = np.where(schedule.semaphore_of_start, 0, schedule.semaphore_posts)
     return found

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from ..collective.schedule import MOVE, Schedule
 from ..errors import InvalidArgument, SimulationRefused
-from . import core
-from .links import BUSY, MOVED
+from . import core, engines
+from .links import BUSY, HOP_LINK, LAST, LINK_COLUMNS, MOVED, RATE
 from .moves import moves_of
-from .network import Floats, Network
+from .network import Floats, Ints, Network
 from .state import State
 
 MOST_EVENTS = 2_000_000_000
@@ -36,7 +36,10 @@ class Rules:
     it has arrived whole. `step_seconds`: what a worker spends on an instruction before anything moves.
     `message_seconds`: what the receiver adds to a message. `call_seconds`: what a call takes before its first step.
     `worker_rate`: bytes per second that one worker of one instance copies. `memory_rate`: bytes per second that a rank
-    reads and writes, all workers together; with `copies_are_free`, for sums only.
+    reads and writes, shared by those of its workers that are active, as messages share a link; with `copies_are_free`,
+    for sums only. `engines`: copy engines of a rank, which move what goes to others and comes from them, a copy at a
+    time each, `engine_seconds` beside its bytes; with `engines_have_directions` half of them write to other ranks and
+    half read from them. 0: kernels move everything.
     """
 
     fair: bool = False
@@ -47,17 +50,25 @@ class Rules:
     memory_rate: float = math.inf
     call_seconds: float = 0.0
     copies_are_free: bool = False
+    engines: int = 0
+    engine_seconds: float = 0.0
+    engines_have_directions: bool = False
 
-    def copy_rate(self, instances: int) -> float:
-        """Bytes per second that a worker copies with all its instances: each byte is read and written."""
-        return min(instances * self.worker_rate, self.memory_rate / 2)
+    def __post_init__(self) -> None:
+        if self.fair and self.store_and_forward:
+            must = "'fifo': a message that shares all its links at one rate is never stored on its way"
+            raise InvalidArgument(argument="sharing", was="'fair' with store_and_forward", must=must)
+        if self.engines_have_directions and (self.engines < 2 or self.engines % 2):
+            must = "an even number of at least 2 where half of them read and half of them write"
+            raise InvalidArgument(argument="engines", was=self.engines, must=must)
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
     """What a simulation found. `link_seconds` and `link_bytes`: of each link, busy and carried. `log`: if traced.
 
-    `memory`: bytes of all that was under way at once."""
+    `memory`: bytes of all that was under way at once. `hops`: of a traced run over FIFO links, which hop bounded each
+    row of the log, and all hops, as `links` has their columns."""
 
     seconds: float
     events: int
@@ -69,6 +80,8 @@ class Result:
     arrivals: Floats = field(repr=False)
     log: Floats = field(repr=False)
     memory: int = 0
+    hops: tuple[Ints, Ints, Floats] | None = field(default=None, repr=False)
+    by_engines: bool = False
 
     def busy(self, kind: str) -> float:
         """Seconds for which the busiest link of a kind had work."""
@@ -123,14 +136,23 @@ def simulate(
     ready_at = np.zeros((schedule.ranks, parcels))
     ready_at[:, : given.shape[1]] = given
     links, curves = network.tables()
-    state = State(moves, links, ready_at.ravel(), traced)
+    count = len(links)  # behind them the memory of each rank, which is shared as they are
+    links = np.concatenate([links, _memories(schedule.ranks, rules)])
+    links[:, LAST] = -1
+    own = np.arange(schedule.ranks)
+    route_start = np.concatenate([moves.route_start, moves.route_start[-1] + 1 + own])
+    route_link = np.concatenate([moves.route_link, count + own])
+    pace, traffic = _work_per_byte(schedule, rules)
+    queues = engines.queues(schedule.ranks, rules.engines, rules.engines_have_directions)
+    state = State(moves, links, ready_at.ravel(), traced, queues)
     fixed = (
         moves.steps, moves.waits, moves.posts, moves.pulls, moves.pushes,
-        _busy_per_byte(schedule, rules)[moves.instruction], moves.class_of, class_bytes, tile_bytes,
+        pace[moves.instruction], traffic[moves.instruction], moves.class_of, class_bytes, tile_bytes,
         2.0 if schedule.packets else 1.0, moves.workers, iterations, moves.semaphores.copy(),
-        moves.signal_seconds, moves.route_start, moves.route_link,
-        moves.request_seconds, links, curves, rules.fair, rules.store_and_forward, rules.step_seconds,
-        rules.message_seconds, ready_at.ravel(), state.needed, parcels, traced, most_events,
+        moves.signal_seconds, route_start, route_link, moves.request_seconds, links, curves, count,
+        len(moves.route_start) - 1, rules.fair, rules.store_and_forward, rules.step_seconds, rules.message_seconds,
+        rules.engine_seconds, int(rules.engines_have_directions), ready_at.ravel(), state.needed, parcels, traced,
+        most_events,
     )  # fmt: skip
     while (verdict := core.run(*fixed, *state.arrays)) == core.FULL:
         state.grow()
@@ -141,10 +163,13 @@ def simulate(
         raise SimulationRefused(reason=f"{schedule.name} ends with rank {rank} waiting for a post that never comes")
     log = state.log
     log[:, core.LOG_STEP] = moves.instruction[log[:, core.LOG_STEP].astype(np.int64)]
+    hops = None if rules.fair or not traced else (log[:, core.LOG_LINK].astype(np.int64), *state.hops)
+    if hops is not None:  # what bounded it is a hop: of the log it is the link
+        log[:, core.LOG_LINK] = np.where(hops[0] >= 0, hops[1][hops[0], HOP_LINK] if len(hops[1]) else -1, -1)
     return Result(
-        rules.call_seconds + state.seconds, state.events, state.flights, network, links[:, BUSY].copy(),
-        links[:, MOVED].copy(), schedule,
-        state.needed.reshape(schedule.ranks, parcels), log, state.nbytes,
+        rules.call_seconds + state.seconds, state.events, state.flights, network, links[:count, BUSY].copy(),
+        links[:count, MOVED].copy(), schedule,
+        state.needed.reshape(schedule.ranks, parcels), log, state.nbytes, hops, rules.engines > 0,
     )  # fmt: skip
 
 
@@ -162,12 +187,20 @@ def _class_bytes(schedule: Schedule, nbytes: int | None, spans: Sequence[int] | 
     return contract.class_lengths(spans).astype(np.float64)
 
 
-def _busy_per_byte(schedule: Schedule, rules: Rules) -> Floats:
-    """Seconds a byte: what an instruction reads and writes, at the pace of its worker."""
+def _work_per_byte(schedule: Schedule, rules: Rules) -> tuple[Floats, Floats]:
+    """Of each byte of an instruction's chunks: seconds at the pace of its worker, bytes read and written in memory."""
     one = schedule.instructions
     stores = np.diff(one.store_start)
     if rules.copies_are_free:  # what a sum also stores elsewhere is a copy
         stores = np.minimum(stores, 1)
-    touches = (np.diff(one.source_start) + stores) / 2
     counts = (one.kind == MOVE) & ((np.diff(one.source_start) > 1) | (not rules.copies_are_free))
-    return np.where(counts, touches / rules.copy_rate(schedule.instances), 0.0)
+    touched = np.where(counts, np.diff(one.source_start) + stores, 0).astype(np.float64)
+    pace = touched / 2 / (schedule.instances * rules.worker_rate)
+    return pace, touched if math.isfinite(rules.memory_rate) else np.zeros(len(touched))
+
+
+def _memories(ranks: int, rules: Rules) -> Floats:
+    """Rows of links, one for each rank."""
+    found = np.zeros((ranks, LINK_COLUMNS))
+    found[:, RATE] = rules.memory_rate
+    return found

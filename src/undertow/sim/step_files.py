@@ -13,7 +13,7 @@ kind = "all_to_all"
 bytes = 64e6                    # of the longest buffer of a rank
 group = "all"                   # all (unless said), node, across
 stream = "rows"                 # engine that it runs on, after what is before it there; unless said, its group's
-multiprocessors = 8             # that it holds, for the machine's interference model; none unless said
+multiprocessors = 8             # that it holds, for the interference model; unless said, as the machine's file has it
 after = ["lookup"]
 """
 
@@ -88,7 +88,7 @@ def _add(step: Step, name: str, section: Section, numbers: dict[str, int], names
     else:
         group = section.choice("group", GROUPS) if section.has("group") else "all"
         stream = section.text("stream") if section.has("stream") else ""
-        held = section.whole("multiprocessors") if section.has("multiprocessors") else 0
+        held = section.whole("multiprocessors") if section.has("multiprocessors") else None
         nbytes = section.not_negative("bytes")
         numbers[name] = step.collective(
             kind, nbytes, group=group, after=after, name=name, stream=stream, multiprocessors=held

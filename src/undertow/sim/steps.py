@@ -11,12 +11,14 @@ All ranks do the same, so one stands for all; a pipeline has one for each stage.
 max(flops / peak, bytes / memory bandwidth) of the cluster's device: a roofline, an optimist's guess; `seconds` says
 better where a kernel was measured. Collectives are run on the cluster's links (`collectives`). Communication goes by
 streams (engines) of its own, one after the other in each; unless told otherwise every group of ranks has one. Those of
-several streams share a link where both are bound by the same one. The cluster's interference model sees a collective
-only where `multiprocessors` says how many SMs it holds.
+several streams share a link where both are bound by the same one. The cluster's interference model sees how many SMs a
+collective holds: what the machine's file says, or `multiprocessors`. A kernel wants all of them, or the part that its
+flops need where memory bounds it: such a kernel loses little with a few SMs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from ..errors import InvalidArgument
@@ -48,11 +50,14 @@ class Step:
         after: Sequence[int] = (),
         stage: int = 0,
     ) -> int:
-        """A kernel on all multiprocessors of the device."""
+        """A kernel of the device; see the module's words on its multiprocessors."""
+        device = self.cluster.device
+        sms = device.multiprocessors
         if seconds is None:
-            device = self.cluster.device
-            seconds = max(flops / device.peak, nbytes / device.memory_bandwidth)
-        sms = self.cluster.device.multiprocessors
+            computing, reading = flops / device.peak, nbytes / device.memory_bandwidth
+            seconds = max(computing, reading)
+            if computing < reading:
+                sms = max(1, math.ceil(sms * computing / reading))
         return self._tasks.add(
             Task(name, (stage,), COMPUTE, seconds, tuple(after), multiprocessors=sms, resource="computing")
         )
@@ -67,14 +72,16 @@ class Step:
         name: str = "",
         stream: str = "",
         stage: int = 0,
-        multiprocessors: int = 0,
+        multiprocessors: int | None = None,
     ) -> int:
-        """A collective of the group's ranks; `nbytes` of the longest buffer of a rank. `stream`: the group's own."""
+        """A collective of the group's ranks; `nbytes` of the longest buffer of a rank. `stream`: unless said, the
+        group's own. `multiprocessors` that it holds: unless said, what the machine's file has."""
+        held = self.cluster.multiprocessors_of(collective) if multiprocessors is None else multiprocessors
         timing = self.collectives.time(collective, nbytes, group)
         resource = f"{collective} over {timing.link}" if timing.link else collective
         task = Task(
-            name or collective, (stage,), stream or f"{NET} {group}", timing.seconds, tuple(after), 0.0, NET,
-            timing.bytes_per_second, multiprocessors, resource,
+            name or collective, (stage,), stream or f"{NET} {group}", timing.seconds, tuple(after), 0.0,
+            self.cluster.lane, timing.bytes_per_second, held, resource,
             {"bytes": round(nbytes), "group": group, "collective": collective}, timing.link,
         )  # fmt: skip
         return self._tasks.add(task)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ..collective.algorithms import LIBRARY
 from ..collective.language import Program
-from ..errors import InvalidArgument, UndertowError
+from ..errors import InvalidArgument, SimulationRefused, UndertowError
 from ..fabric.events import Timeline
 from . import chakra, step_files
 from .cluster import Cluster
@@ -70,7 +70,9 @@ def find(target: str, nbytes: int, tile: int | None = None) -> Target:
         traces = [chakra.read(path) for path in chakra.find(target)]
         run_traces = partial(_traces, traces)
         return Target(Path(target).name, {"trace": run_traces})
-    must = f"a preset ({', '.join(PRESETS)}), a collective, a program, FILE.py, FILE.toml or FILE.et"
+    must = (
+        f"a preset ({', '.join(PRESETS)}), a collective or a program ('list' names them), FILE.py, FILE.toml or FILE.et"
+    )
     raise InvalidArgument(argument="target", was=repr(target), must=must)
 
 
@@ -104,9 +106,19 @@ def _program(program: Program, nbytes: int, tile: int | None, cluster: Cluster, 
     return Answer(result.seconds, resources, timeline)
 
 
-def fits(run: Callable[[], Answer]) -> Answer | str:
-    """What a strategy took, or in one sentence why it cannot run on this cluster."""
+def fits(run: Callable[[], Answer]) -> Answer | UndertowError:
+    """What a strategy took, or why it cannot run on this cluster."""
     try:
         return run()
     except UndertowError as error:
-        return str(error)
+        return error
+    except MemoryError:
+        return SimulationRefused(reason="it takes more memory than there is")
+
+
+def names() -> dict[str, str]:
+    """What can be named: presets and collectives, each with its strategies."""
+    found = {name: ", ".join(STRATEGIES) for name in PRESETS}
+    for one in LIBRARY.values():
+        found[one.collective] = f"{found[one.collective]}, {one.name}" if one.collective in found else one.name
+    return found

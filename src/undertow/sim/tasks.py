@@ -178,9 +178,12 @@ class _Run:
                 for other in followers[number]:
                     missing[other] -= 1
                     if missing[other] == 0:
-                        self.cause[other] = number
-                        waited = max((self.end[one] for one in tasks[other].after), default=0.0)
-                        heapq.heappush(self.events, (max(self.now, waited + tasks[other].delay), 1, other, 0))
+                        last_needed = max(tasks[other].after, key=lambda one: self.end[one], default=-1)
+                        needed = self.end[last_needed] if last_needed >= 0 else 0.0
+                        start = max(self.now, needed + tasks[other].delay)
+                        # Where the delay is over after its engine is free, it is the delay that it waited for.
+                        self.cause[other] = last_needed if start > self.now and last_needed >= 0 else number
+                        heapq.heappush(self.events, (start, 1, other, 0))
         if done < len(tasks):
             stuck = next(task.name for task, end in zip(tasks, self.end, strict=True) if end < 0)
             raise SimulationRefused(reason=f"task {stuck!r} waits for itself, through others or its engine's order")

@@ -86,7 +86,8 @@ class Torus(Network):
 class Level:
     """One level of a tree: groups of `size` ranks, with `count` links each way between a group and what is above.
 
-    `through`: what all messages inside the group above pass that change between its parts, such as a root complex.
+    `through`: what all messages pass that reach a part of the group above from elsewhere, such as a root complex or
+    the host memory in which they are handed over: those that change between its parts, and those that come into it.
     """
 
     size: int
@@ -122,9 +123,12 @@ class Tree(Network):
             falling.append(np.where(apart, self._back[number] + destination // level.size * level.count + chosen, none))
             if self._through[number] >= 0:
                 above = sizes[number + 1] if number + 1 < len(sizes) else self.ranks
-                meets = apart & (source // above == destination // above)
-                turning.append(np.where(meets, self._through[number] + source // above, none))
-        return [*rising, *turning, *reversed(falling)]
+                turning.append(np.where(apart, self._through[number] + destination // above, none))
+            else:
+                turning.append(none)
+        # Down into a group, through what is inside it, down to the next.
+        down = [one for pair in zip(reversed(falling), reversed([none, *turning[:-1]]), strict=True) for one in pair]
+        return [*rising, turning[-1], *down]
 
 
 class Rails(Network):

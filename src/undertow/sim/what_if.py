@@ -41,6 +41,11 @@ def what_if(cluster: Cluster, seconds: Callable[[Cluster], float]) -> list[Gain]
     for name in dict.fromkeys(kind.name for kind in cluster.network.links.kinds):
         variants.append((f"{name}: twice the bandwidth", changed(cluster, name, bandwidth=FACTOR)))
         variants.append((f"{name}: half the latency", changed(cluster, name, latency=1 / FACTOR)))
+    if cluster.copy_engines is not None and cluster.rules.engines:
+        engines, twice = cluster.copy_engines, replace(cluster.rules, engines=2 * cluster.rules.engines)
+        variants.append(("twice as many copy engines", replace(cluster, rules=twice)))
+        adding = replace(cluster, copy_engines=replace(engines, reduces=True)).by_engines()
+        variants.append(("copy engines that add", adding))
     gains = [Gain(what, before / max(seconds(variant), 1e-30)) for what, variant in variants]
     return sorted(gains, key=lambda gain: -gain.speedup)
 

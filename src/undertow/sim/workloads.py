@@ -1,7 +1,8 @@
 """Training steps that come with the simulator: a recommendation model, and a transformer's layers.
 
 Strategies: *serial*, nothing beside a collective that depends on it; *chunked*, a producer and its collective in two
-parts; *fused*, in sixteen parts, each leaving as soon as it is made, which is what a fused kernel does with tiles.
+parts; *fused*, in sixteen parts, each leaving as soon as it is made, which is what a fused kernel does with tiles: it
+moves them itself, so that no other kernel holds multiprocessors. Other collectives hold what the machine's file says.
 """
 
 from __future__ import annotations
@@ -51,21 +52,26 @@ def dlrm(
     """
     sizes = model if model is not None else Dlrm()
     parts = _parts(strategy)
-    step = Step(cluster, known)
+    step, held = Step(cluster, known), _held(strategy)
     looked = cluster.ranks * sizes.batch * sizes.tables  # bags
     rows = float(looked * sizes.pooling * sizes.width * _HALF)
     pooled = float(looked * sizes.width * _HALF)
     sent = []
     for part in range(parts):
         made = step.compute(f"lookup {part}", nbytes=(rows + pooled) / parts)
-        sent.append(step.collective("all_to_all", pooled / parts, after=[made], name=f"pooled rows {part}"))
+        sent.append(
+            step.collective(
+                "all_to_all", pooled / parts, after=[made], name=f"pooled rows {part}", multiprocessors=held
+            )
+        )
     bottom = step.compute("bottom mlp", flops=sizes.bottom_layers * sizes.layer_flops)
     top = step.compute("top mlp", flops=sizes.top_layers * sizes.layer_flops, after=[bottom, *sent])
     back = step.compute("top mlp backward", flops=2 * sizes.top_layers * sizes.layer_flops, after=[top])
     gradients = []
     for part in range(parts):
         # The gradients of the rows are the first thing the backward pass has.
-        gradients.append(step.collective("all_to_all", pooled / parts, after=[back], name=f"row gradients {part}"))
+        name = f"row gradients {part}"
+        gradients.append(step.collective("all_to_all", pooled / parts, after=[back], name=name, multiprocessors=held))
     weights = 1.0 * sizes.hidden * sizes.hidden * _HALF
     step.collective("all_reduce", sizes.top_layers * weights, after=[back], name="top gradients", stream="gradients")
     below = step.compute("bottom mlp backward", flops=2 * sizes.bottom_layers * sizes.layer_flops, after=[back])
@@ -107,7 +113,7 @@ def transformer(
     parts = _parts(strategy)
     if sizes.stages < 1 or sizes.layers % sizes.stages:
         raise InvalidArgument(argument="stages", was=sizes.stages, must=f"a divisor of the {sizes.layers} layers")
-    step = Step(cluster, known)
+    step, held = Step(cluster, known), _held(strategy)
     tensor = cluster.shape.per_node
     activations = 1.0 * sizes.batch * sizes.sequence * sizes.hidden * _HALF
     last: dict[int, int] = {}
@@ -120,15 +126,16 @@ def transformer(
             ready = before
             if sizes.sequence_parallel:
                 gathered = step.collective(
-                    "all_gather", activations / parts, group="node", after=before, stage=stage, name=f"{label} gather"
-                )
+                    "all_gather", activations / parts, group="node", after=before, stage=stage, name=f"{label} gather",
+                    multiprocessors=held,
+                )  # fmt: skip
                 ready = [gathered]
             made = step.compute(label, flops=work * flops / tensor / parts, after=ready, stage=stage)
             kind = "reduce_scatter" if sizes.sequence_parallel else "all_reduce"
             done.append(
                 step.collective(
                     kind, activations / parts, group="node", after=[made], stage=stage, name=f"{label} sum",
-                    stream="sums",
+                    stream="sums", multiprocessors=held,
                 )
             )  # fmt: skip
         last[stage] = step.compute(f"{label} ends", seconds=0.0, after=done, stage=stage)
@@ -153,6 +160,11 @@ def transformer(
     for stage in range(sizes.stages):
         step.collective("all_reduce", weights, group="across", after=[last[stage]], stage=stage, name="gradients")
     return step.run()
+
+
+def _held(strategy: str) -> int | None:
+    """Multiprocessors beside those of the kernel that makes what is moved; None: what the machine's file says."""
+    return 0 if strategy == "fused" else None
 
 
 def _parts(strategy: str) -> int:
