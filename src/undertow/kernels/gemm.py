@@ -137,17 +137,64 @@ def store_tile(
 @triton.jit
 def multiply(
     a, b, row, column, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, expert=0, GROUPED: tl.constexpr = False,
 ):  # fmt: skip
-    """The main loop: one tile of a @ b."""
+    """The main loop: one tile of a @ b, or (GROUPED) of a @ b[expert].
+
+    Grouped weights are a descriptor of three dimensions, so that what lies behind the last row of one expert reads as
+    zeros and never as the next expert's.
+    """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(steps):
         x = a.load([row, step * BLOCK_K])
-        if TRANSPOSED:
+        if GROUPED:
+            if TRANSPOSED:
+                w = tl.reshape(b.load([expert, column, step * BLOCK_K]), (BLOCK_N, BLOCK_K)).T
+            else:
+                w = tl.reshape(b.load([expert, step * BLOCK_K, column]), (BLOCK_K, BLOCK_N))
+        elif TRANSPOSED:
             w = b.load([column, step * BLOCK_K]).T
         else:
             w = b.load([step * BLOCK_K, column])
         total = tl.dot(x, w, total)
+    return total
+
+
+@triton.jit
+def plain_multiply(
+    a, b, a_row, b_row, b_expert, row, rows, column, n, inner, expert, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """The same main loop for GPUs without TMA, by pointers: `b` [K, N] (TRANSPOSED: [N, K]), one for each expert where
+    GROUPED. Strides and the inner size are multiples of 8 elements and the memory is aligned, so that rows come 16
+    bytes at a time; so is `n`, or what a row holds beyond it may be read.
+    """
+    a_row, b_row, b_expert = a_row // 8 * 8, b_row // 8 * 8, b_expert // 8 * 8  # they are so: it tells the compiler
+    inner = inner // 8 * 8
+    down, across, along = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    first_a, first_b = tl.multiple_of(a, 16) + row.to(tl.int64) * a_row, tl.multiple_of(b, 16)
+    a_pointers = first_a + (down[:, None] * a_row.to(tl.int32) + along[None, :])
+    if GROUPED:
+        first_b += expert.to(tl.int64) * b_expert
+    left = tl.cdiv(n - column, 8) * 8
+    if TRANSPOSED:
+        b_pointers = first_b + column.to(tl.int64) * b_row + (across[:, None] * b_row.to(tl.int32) + along[None, :])
+        b_mask = (across < n - column)[:, None]
+    else:
+        b_pointers = first_b + column // 16 * 16 + (along[:, None] * b_row.to(tl.int32) + across[None, :])
+        b_mask = (across < left)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, inner, BLOCK_K):
+        here = along < inner - first
+        x = tl.load(a_pointers, mask=(down < rows)[:, None] & here[None, :], other=0.0)
+        if TRANSPOSED:
+            w = tl.load(b_pointers, mask=b_mask & here[None, :], other=0.0).T
+            b_pointers += BLOCK_K
+        else:
+            w = tl.load(b_pointers, mask=b_mask & here[:, None], other=0.0)
+            b_pointers += BLOCK_K * b_row
+        total = tl.dot(x, w, total)
+        a_pointers += BLOCK_K
     return total
 
 
