@@ -80,10 +80,12 @@ def _multiply(
     expert = tl.load(entry + 7).to(tl.int32)
     if has_bulk_copies():
         steps = tl.cdiv(inner, BLOCK_K)
-        return multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, expert, GROUPED)
-    rows, n = tl.load(entry + 1).to(tl.int32), tl.load(entry + 5).to(tl.int32)
-    return plain_multiply(a, b, a_row, b_row, b_expert, row, rows, column, n, inner, expert, BLOCK_M, BLOCK_N,
-                          BLOCK_K, TRANSPOSED, GROUPED)  # fmt: skip
+        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, expert, GROUPED)
+    else:
+        rows, n = tl.load(entry + 1).to(tl.int32), tl.load(entry + 5).to(tl.int32)
+        total = plain_multiply(a, b, a_row, b_row, b_expert, row, rows, column, n, inner, expert, BLOCK_M, BLOCK_N,
+                               BLOCK_K, TRANSPOSED, GROUPED)  # fmt: skip
+    return total
 
 
 _FREE = [
