@@ -55,7 +55,7 @@ def _model(k: int, n: int) -> tuple[int, int]:
 
 
 def sizes_of(ranks: int, m: int, experts: int, top: int) -> Tokens:
-    """Rows by sender, receiver and expert: of m tokens in all; blocks are up to twice the usual, every seventh empty."""
+    """Rows by sender, receiver and expert, of m tokens in all; blocks of up to twice the usual, every seventh empty."""
     here = max(1, experts // ranks)
     usual = max(1, m * top // (ranks * ranks * here))
     counts = [0, usual // 2, usual, usual, usual, usual * 3 // 2, usual * 2]
