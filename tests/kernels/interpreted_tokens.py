@@ -34,8 +34,11 @@ def _patch_tensor_with_index(tensor: Any, scope: Any) -> None:
 interpreter._patch_lang_tensor = _patch_tensor_with_index
 
 
-def no_bulk_copies() -> bool:
-    return False
+BULK = [False]  # what `has_bulk_copies` says
+
+
+def bulk_copies() -> bool:
+    return BULK[0]
 
 
 @triton.jit
@@ -63,10 +66,15 @@ def no_fence():
     pass
 
 
+@triton.jit
+def no_prefetch(partials, plane, row, column, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr):
+    pass
+
+
 for _module in (fused_exchange, fused_gather, fused_scatter):
     for _name, _other in (
-        ("has_bulk_copies", no_bulk_copies), ("tell", stored), ("take_turn", no_turn), ("signal_wait_all", no_wait),
-        ("signal_set", set_word), ("proxy_fence", no_fence),
+        ("has_bulk_copies", bulk_copies), ("tell", stored), ("take_turn", no_turn), ("signal_wait_all", no_wait),
+        ("signal_set", set_word), ("proxy_fence", no_fence), ("_prefetch", no_prefetch),
     ):  # fmt: skip
         if hasattr(_module, _name):
             setattr(_module, _name, _other)

@@ -118,10 +118,23 @@ def test_without_tma_words_cover_stores_and_waits_come_before_loads(name: str) -
     assert check_release_order(bare) != []
 
 
-def test_arithmetic() -> None:
+def interpreted(name: str, *options: str) -> None:
     """Through Triton's interpreter, which is chosen when a kernel is defined: in a process of its own."""
     folder = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "interpreted_tokens.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name), *options]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_arithmetic() -> None:
+    interpreted("interpreted_tokens.py")
+
+
+def test_an_exchange_as_it_is_launched() -> None:
+    interpreted("interpreted_launches.py", "-k", "an_exchange and 136")
+
+
+@pytest.mark.nightly
+def test_every_launch() -> None:
+    interpreted("interpreted_launches.py")

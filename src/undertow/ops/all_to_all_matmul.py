@@ -32,6 +32,7 @@ import torch
 from ..collective.carry import Carrier
 from ..fabric.group import Group
 from ..fabric.registry import as_group
+from ..plan.fused import why_not_bands
 from ..plan.problem import Problem
 from ..plan.tokens import Tokens
 from . import gradients as _gradients  # noqa: F401 - registers them
@@ -151,9 +152,14 @@ def call(
     return y, received
 
 
-def mirrored_strategy(strategy: str) -> str:
-    """For the other half of a `matmul_all_to_all` of that strategy: its lane, and `chunked` for what overlaps there."""
+def mirrored_strategy(strategy: str, x: torch.Tensor | None = None) -> str:
+    """For the other half of a `matmul_all_to_all` of that strategy: its lane, and `chunked` for what overlaps there.
+
+    So too for a gradient x [M, K] whose rows no fused kernel brings (K no multiple of 8), where the other half can be.
+    """
     grain, colon, lane = strategy.partition(":")
+    if grain == "fused" and x is not None and x.device.type == "cuda" and why_not_bands(x.shape[1]):
+        return f"chunked{colon}{lane}"
     return strategy if grain in ("auto", *GRAINS) else f"chunked{colon}{lane}"
 
 

@@ -176,9 +176,13 @@ def unflattened(counts: Sequence[int] | None, rows: int, size: int, experts: int
     if counts is None:
         return Tokens.of_splits([[stop - start for start, stop in split(rows, size)]] * size)
     if len(counts) != size * size * experts:
-        must = f"those of all ranks, {size} x {size}" + (f" x {experts}" if experts > 1 else "")
-        must += " counts: ranks are not asked while torch traces"
-        name = "splits" if experts == 1 else "group_sizes"
+        name, whole = "splits", f"the matrix splits[sender][destination] of {size} x {size} counts"
+        if experts > 1:
+            name, whole = (
+                "group_sizes",
+                f"those of all ranks, [sender][rank][expert], {size} x {size} x {experts} counts",
+            )
+        must = f"{whole}: ranks are not asked while torch traces"
         raise InvalidArgument(argument=name, was=f"{len(counts)} counts", must=must)
     found = iter(counts)
     return Tokens.of([[[next(found) for _ in range(experts)] for _ in range(size)] for _ in range(size)])

@@ -240,7 +240,7 @@ def matmul_all_to_all_backward(
     tokens = tokens_of(splits, x, w, on.size)
     experts = w.shape[0] if w.dim() == 3 else 0
     arriving = Arriving(x if wanted[1] else x[:, :0], tokens.leaving(on.rank), experts)
-    strategy = home.mirrored_strategy(strategy)
+    strategy = home.mirrored_strategy(strategy, dz)
     dx, _ = home.call(dz, w.mT, tokens.back, None, "none", on, strategy, arriving=arriving, keep=False)
     empty = x.new_empty(0)
     return dx, arriving.weight if wanted[1] else empty, arriving.bias if wanted[2] else empty.clone()

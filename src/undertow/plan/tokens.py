@@ -136,18 +136,31 @@ def bands_of(blocks: Sequence[Block], block_m: int, of: int) -> list[Block]:
     ]
 
 
-def _walk(bands: Sequence[Block], columns: int, group_bands: int) -> list[tuple[int, int]]:
-    """(band, column) of every tile: groups of bands, column by column, as everywhere."""
-    return [
-        (band, column)
-        for start in range(0, len(bands), group_bands)
-        for column in range(columns)
-        for band in range(start, min(start + group_bands, len(bands)))
-    ]
+def _walk(bands: int, columns: int, group_bands: int) -> tuple[Integers, Integers]:
+    """Band and column of every tile: groups of bands, column by column, as everywhere."""
+    found = []
+    whole = bands // group_bands * group_bands
+    for start, stop, size in ((0, whole, group_bands), (whole, bands, bands - whole)):
+        if start < stop and columns:
+            band = np.arange(start, stop).reshape(-1, 1, size).repeat(columns, axis=1)
+            column = np.broadcast_to(np.arange(columns)[None, :, None], band.shape)
+            found.append((band.reshape(-1), column.reshape(-1)))
+    if not found:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
 
-def _table(rows: Sequence[tuple[int, ...]]) -> Integers:
-    table = np.array(rows, dtype=np.int64).reshape(-1, 8)
+def _tiles(bands: Sequence[Block], n: int, plan: Plan) -> tuple[Integers, Integers, Integers]:
+    """Of every tile of these bands, in order: row, rows, expert, there (four columns); number of its band; column."""
+    assert plan.tile is not None
+    columns = -(-n // plan.tile[1])
+    number, column = _walk(len(bands), columns, plan.group_bands)
+    known = np.array([(one.row, one.rows, one.expert, one.there) for one in bands], np.int64).reshape(-1, 4)
+    return known[number], number, column
+
+
+def _joined(tables: Sequence[Integers]) -> Integers:
+    table = np.concatenate([np.zeros((0, 8), np.int64), *tables])
     table.flags.writeable = False  # it is handed out again
     return table
 
@@ -164,13 +177,15 @@ def leaving_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
     columns, blocks, found = -(-n // block_n), tokens.leaving(rank), []
     for step in range(1, tokens.ranks + 1):
         to = (rank + step) % tokens.ranks
-        bands, line = bands_of(blocks, block_m, to), tokens.lines(to, block_m)[rank]
-        for number, column in _walk(bands, columns, plan.group_bands):
-            band, left = bands[number], column * block_n
-            whom = LINE * band.expert + to
-            word = (line + number) * columns + column
-            found.append((band.row, band.rows, left, min(block_n, n - left), band.there * n + left, n, whom, word))
-    return _table(found)
+        band, number, column = _tiles(bands_of(blocks, block_m, to), n, plan)
+        table = np.zeros((len(number), 8), np.int64)
+        table[:, ROW], table[:, ROWS], table[:, COLUMN] = band[:, 0], band[:, 1], column * block_n
+        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
+        table[:, PLACE], table[:, STRIDE] = band[:, 3] * n + table[:, COLUMN], n
+        table[:, WHOM] = LINE * band[:, 2] + to
+        table[:, WORD] = (tokens.lines(to, block_m)[rank] + number) * columns + column
+        found.append(table)
+    return _joined(found)
 
 
 @lru_cache(64)
@@ -184,12 +199,13 @@ def collected_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
     columns, blocks, lines, found = -(-n // block_n), tokens.arriving(rank), tokens.lines(rank, block_m), []
     for step in range(1, tokens.ranks):
         source = (rank - step) % tokens.ranks
-        bands = bands_of(blocks, block_m, source)
-        for number, column in _walk(bands, columns, plan.group_bands):
-            band, left = bands[number], column * block_n
-            word = (lines[source] + number) * columns + column
-            found.append((band.row, band.rows, left, min(block_n, n - left), word, source, 0, 0))
-    return _table(found)
+        band, number, column = _tiles(bands_of(blocks, block_m, source), n, plan)
+        table = np.zeros((len(number), 8), np.int64)
+        table[:, ROW], table[:, ROWS], table[:, COLUMN] = band[:, 0], band[:, 1], column * block_n
+        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
+        table[:, 4], table[:, 5] = (lines[source] + number) * columns + column, source
+        found.append(table)
+    return _joined(found)
 
 
 @lru_cache(64)
@@ -200,9 +216,10 @@ def push_table(tokens: Tokens, plan: Plan, rank: int) -> Integers:
     for step in range(1, tokens.ranks):
         to = (rank - step) % tokens.ranks
         line = tokens.lines(to, block_m)[rank]
-        for number, band in enumerate(bands_of(blocks, block_m, to)):
-            found.append((band.row, band.rows, to, band.there, line + number, 0, 0, 0))
-    return _table(found)
+        bands = bands_of(blocks, block_m, to)
+        rows = [(one.row, one.rows, to, one.there, line + number, 0, 0, 0) for number, one in enumerate(bands)]
+        found.append(np.array(rows, np.int64).reshape(-1, 8))
+    return _joined(found)
 
 
 @lru_cache(64)
@@ -213,19 +230,15 @@ def arriving_tiles(tokens: Tokens, n: int, plan: Plan, rank: int) -> tuple[Integ
     """
     assert plan.tile is not None
     block_m, block_n = plan.tile
-    columns, blocks, lines = -(-n // block_n), tokens.arriving(rank), tokens.lines(rank, block_m)
-    found, own = [], 0
+    blocks, lines, found = tokens.arriving(rank), tokens.lines(rank, block_m), []
     for step in range(tokens.ranks):
         source = (rank + step) % tokens.ranks
-        bands = bands_of(blocks, block_m, source)
-        for number, column in _walk(bands, columns, plan.group_bands):
-            band, left = bands[number], column * block_n
-            line = [0] * 8
-            line[ROW], line[ROWS] = band.there if source == rank else band.row, band.rows
-            line[COLUMN], line[COLUMNS] = left, min(block_n, n - left)
-            line[PLACE], line[STRIDE] = band.row * n + left, n
-            line[BAND_LINE], line[EXPERT] = lines[source] + number, band.expert
-            found.append(tuple(line))
-        if step == 0:
-            own = len(found)
-    return _table(found), own
+        band, number, column = _tiles(bands_of(blocks, block_m, source), n, plan)
+        table = np.zeros((len(number), 8), np.int64)
+        table[:, ROW], table[:, ROWS] = band[:, 3 if source == rank else 0], band[:, 1]
+        table[:, COLUMN] = column * block_n
+        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
+        table[:, PLACE], table[:, STRIDE] = band[:, 0] * n + table[:, COLUMN], n
+        table[:, BAND_LINE], table[:, EXPERT] = lines[source] + number, band[:, 2]
+        found.append(table)
+    return _joined(found), len(found[0])
