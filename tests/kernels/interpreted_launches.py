@@ -8,12 +8,15 @@ made twice with the same number: the first time for what it sends, the second fo
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 _open: Any = ctypes.CDLL
 
@@ -30,6 +33,7 @@ ctypes.CDLL = lambda name, *rest, **more: (  # type: ignore[misc,assignment]
 import interpreted_tokens as parts  # noqa: E402 - its replacements of signals hold here, too
 
 from undertow.fabric.cuda import CudaFabric  # noqa: E402
+from undertow.kernels import fused_decode  # noqa: E402
 from undertow.ops import fused_cuda, tokens_cuda  # noqa: E402
 from undertow.ops.all_gather_matmul import reference as gathered_reference  # noqa: E402
 from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference  # noqa: E402
@@ -65,7 +69,8 @@ class Node:
         if kind not in self.stages:
             half = -(-elements // (8 * unit)) * 8 * unit
             lines += lines % 2
-            data = [torch.full((2 * half,), float("nan"), dtype=dtype) for _ in range(self.ranks)]
+            poison = float("nan") if dtype.is_floating_point else -1
+            data = [torch.full((2 * half,), poison, dtype=dtype) for _ in range(self.ranks)]
             words = [torch.zeros((lines + CTAS) * fused.LINE, dtype=torch.int32) for _ in range(self.ranks)]
             bases = parts.addresses(data), parts.addresses(words)
             self.stages[kind] = [
@@ -99,6 +104,16 @@ def _buffer(tensors: list[torch.Tensor], rank: int) -> Any:
     return types.SimpleNamespace(local=tensors[rank], peer=lambda one: tensors[one])
 
 
+@triton.jit
+def sent(pointers, data, flag, wanted):
+    tl.store(pointers, data.to(tl.int64) & 0xFFFFFFFF, mask=wanted)
+
+
+def settled(pointers: Any, wanted: Any, flag: Any, watch: Any) -> Any:
+    return tuple(tl.load(one).to(tl.int32) for one in pointers)
+
+
+fused_decode.send, fused_decode.settle, fused_decode.has_bulk_copies = sent, settled, parts.bulk_copies  # type: ignore
 for _module in (fused_cuda, tokens_cuda):
     _module.stage_of = lambda fabric, *rest, **more: fabric.node.stage(fabric, *rest, **more)  # type: ignore[attr-defined]
     _module.device_table = lambda fabric, key, make: parts.table(make())  # type: ignore[attr-defined]
@@ -204,3 +219,25 @@ def test_a_scatter_and_a_gather_as_they_are_launched(bulk: bool) -> None:
     ))  # fmt: skip
     for got, right in zip(outs, gathered_reference(wide(xs), wide(ws)), strict=True):
         assert torch.equal(got, right.to(HALF))
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_few_rows_as_they_are_launched(transposed: bool, split: int) -> None:
+    """Without TMA: parts of K by pointers."""
+    m, n, k = 5, 136, 104
+    node = Node(2, False)
+    xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(k, n, seed=9 + rank) for rank in range(2)]
+    ws = [w.t().contiguous().t() if transposed else w for w in ws]
+    bias = made(n, seed=4)
+    asked = Problem.of(
+        "matmul_all_reduce", m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=False
+    )  # fmt: skip
+    plan = dataclasses.replace(fused_plan(asked, "peer"), split=split, tile=(16, 128))
+    outs = [poisoned(m, n) for _ in range(2)]
+    node.run(lambda fabric, rank: fused_cuda.prepare(
+        xs[rank], ws[rank], outs[rank], asked, plan, Finish(bias, "relu"), fabric
+    ))  # fmt: skip
+    want = torch.relu(sum(x @ w for x, w in zip(wide(xs), wide(ws), strict=True)) + bias.float()).to(HALF)
+    for got in outs:
+        assert torch.equal(got, want)

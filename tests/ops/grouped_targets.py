@@ -187,3 +187,31 @@ def explained() -> tuple[str, str]:
     told = ut.explain()
     assert told is not None
     return told.plan.name, told.choice.reason
+
+
+def compiled() -> bool:
+    """As one graph: there and back through torch.compile, gradients too, and torch's own check of the operators."""
+    from undertow.ops import library
+
+    group = ut.init()
+    case = Case("leaving", "chunked:peer", torch.float64, 2, 5, 4, 3, 77)
+    sizes = sizes_of(case, group.size)
+    home = [list(column) for column in zip(*sizes, strict=True)]
+    xs, ws, _ = tensors(case, sizes, group.device)
+    other = torch.arange(24, dtype=torch.float64).view(2, 4, 3) % 5 - 2
+
+    def both(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        there = ut.all_to_all_matmul(x, w, group_sizes=sizes, group=group.name, strategy="chunked:peer")
+        return ut.matmul_all_to_all(there, other, group_sizes=home, group=group.name, strategy="chunked:peer")
+
+    results = []
+    for call in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
+        x, w = (one.detach().clone().requires_grad_() for one in (xs[group.rank], ws[group.rank]))
+        y = call(x, w)
+        y.sum().backward()
+        results.append((y.detach(), x.grad, w.grad))
+    counts = [one for row in sizes for block in row for one in block]
+    x, w = (one.detach().clone().requires_grad_() for one in (xs[group.rank], ws[group.rank]))
+    for operator, last in ((library.matmul_all_to_all, ("",)), (library.all_to_all_matmul, ())):
+        torch.library.opcheck(operator, (x, w, None, counts, group.name, "chunked:peer", *last))
+    return all(torch.equal(one, other) for one, other in zip(*results, strict=True))

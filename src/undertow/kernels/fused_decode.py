@@ -88,9 +88,9 @@ def fused_decode_kernel(
                     weight = w.load([step * BLOCK_K, column])
                 total = tl.dot(factor, weight, total)
         else:
-            begin = part * steps * BLOCK_K
+            begin, first = part * steps * BLOCK_K, rows * 0
             weights = w + (begin if TRANSPOSED else begin * b_row // 8 * 8)
-            total = plain_multiply(x + begin, weights, a_row, b_row, b_row, block * 0, rows, column, n,
+            total = plain_multiply(x + begin, weights, a_row, b_row, b_row, first, rows, first + column, n,
                                    tl.minimum(inner - begin, steps * BLOCK_K), 0, BLOCK_M, BLOCK_N, BLOCK_K,
                                    TRANSPOSED, False)  # fmt: skip
         words = _pairs(total, ELEMENT)
