@@ -14,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from undertow.kernels import fused_exchange, fused_gather, fused_scatter
+from undertow.kernels import fused_exchange, fused_gather, fused_scatter, gemm
 from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference
 from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference
-from undertow.plan import fused, tokens
+from undertow.plan import fused, reorder, tokens
 from undertow.plan.plan import Plan
 from undertow.plan.tokens import Tokens
 
@@ -193,3 +194,42 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
         assert all(int(told[line[6] * LINE]) == EPOCH for line in found[own:].tolist())
         run(rank, False)
         assert torch.equal(outs[rank], want[rank])
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_signaled_tiles_have_the_weight_of_their_expert(transposed: bool, bulk: bool) -> None:
+    n, k = 40, 24
+    sizes = ((3, 0, 17), (0, 16, 1))
+    plan = Plan("signaled", "peer", ((0, 1), (1, 2)), tile=TILE, group_bands=2, order="proportional")
+    grid = reorder.sender_grid(sizes, n, plan)
+    tiles = table(reorder.tile_table(grid, plan, 0))
+    made = torch.Generator().manual_seed(5)
+    x, w = (torch.randint(-1, 2, shape, generator=made).float() for shape in ((grid.m, k), (3, k, n)))
+    w = w.mT.contiguous().mT if transposed else w
+    bias, out = torch.arange(3 * n).view(3, n).float() % 4, torch.full((grid.m, n), float("nan"))
+    both = {
+        "BLOCK_M": TILE[0], "BLOCK_N": TILE[1], "BLOCK_K": 16, "PARTS": 2, "EVEN": True, "SIGNAL": False, "BIAS": True,
+        "ACTIVATION": 1, "GROUPED": True, "BIAS_ROW": n,
+    }  # fmt: skip
+    kernel: Any
+    if bulk:
+        b = w.mT if transposed else w
+        kernel = gemm.gemm_kernel
+        kernel[(2,)](
+            TensorDescriptor.from_tensor(x, [TILE[0], 16]),
+            TensorDescriptor.from_tensor(b, [1, *((TILE[1], 16) if transposed else (16, TILE[1]))]),
+            NOBODY, out, bias, tiles, NOBODY, len(tiles), k, TRANSPOSED=transposed, BULK=False, DEFER=False, **both,
+        )  # fmt: skip
+    else:
+        kernel = gemm.plain_gemm_kernel
+        kernel[(2,)](
+            x, w, out, bias, tiles, NOBODY, len(tiles), k, *x.stride(), *w.stride()[1:], NOBODY, NOBODY, 10**9,
+            WAITS=False, b_expert=w.stride(0), **both,
+        )  # fmt: skip
+    row = 0
+    for block in sizes:
+        for expert, rows in enumerate(block):
+            want = torch.relu(x[row : row + rows] @ w[expert] + bias[expert])
+            assert torch.equal(out[row : row + rows], want)
+            row += rows

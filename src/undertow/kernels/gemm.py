@@ -6,6 +6,7 @@ where the table says and adds one to the counter of its parcel. The table is the
     row, rows, column, columns   the tile in the product
     place, stride                where its first element goes, in elements of `out`, and how far its rows lie apart
     parcel                       whose counter it adds to, or (WAITS) whose rows of `a` it waits for
+    expert                       GROUPED: which of several weights, b[expert], and of biases
 
 Memory ordering. A counter's add releases what the whole CTA stored for the tile (`_count`). Whoever waits for the
 parcel's count acquires all its tiles: a stream's memory operation, or a kernel's wait. Where tiles wait for rows, the
@@ -206,9 +207,11 @@ def gemm_kernel(
     a, b, c, out, bias, table, counters, tiles: tl.int32, inner: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, SIGNAL: tl.constexpr, DEFER: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr = False, BIAS_ROW: tl.constexpr = 0,
 ):  # fmt: skip
     """`a` [M, K] and `b` ([K, N], or [N, K] if TRANSPOSED) are tensor descriptors; `c` one of `out` where BULK.
+
+    GROUPED: `b` is one for each expert, [E, ...], and biases of experts lie BIAS_ROW elements apart.
 
     The CTAs take tiles in fixed turns, and the loads of a tile run ahead into the epilogue of the one before. EVEN:
     places, strides and columns of all tiles are multiples of 8 elements. DEFER: a tile is counted in the epilogue of
@@ -221,13 +224,20 @@ def gemm_kernel(
     for position in tl.range(program, tiles, programs, flatten=True):
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        if GROUPED:
+            expert = tl.load(entry + 7).to(tl.int32)
+            total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, expert, True)
+        else:
+            total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
         entry = table + stored * ENTRY
         if SIGNAL and DEFER:
             if stored != program:
                 _count(finished, BULK)
-        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        own_bias = bias
+        if GROUPED and BIAS:
+            own_bias += tl.load(entry + 7) * BIAS_ROW
+        store_tile(out, c, own_bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         finished = counters + tl.load(entry + 6).to(tl.int32) * WORD
         if SIGNAL and not DEFER:
             _count(finished, BULK)
@@ -278,6 +288,7 @@ def plain_gemm_kernel(
     b_row: tl.int64, b_column: tl.int64, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
     SIGNAL: tl.constexpr, WAITS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    GROUPED: tl.constexpr = False, BIAS_ROW: tl.constexpr = 0, b_expert=0,
 ):  # fmt: skip
     """The same for any strides and alignment, any dtype that tensor cores or FMAs take, and GPUs without TMA."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -293,6 +304,11 @@ def plain_gemm_kernel(
         down, across, along = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         a_pointers = a + ((row + down)[:, None] * a_row + along[None, :] * a_column)
         b_pointers = b + (along[:, None] * b_row + (column + across)[None, :] * b_column)
+        own_bias = bias
+        if GROUPED:
+            expert = tl.load(entry + 7)
+            b_pointers += expert * b_expert
+            own_bias += expert * BIAS_ROW
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for first in range(0, inner, BLOCK_K):
             here = along < inner - first
@@ -301,7 +317,7 @@ def plain_gemm_kernel(
             total = tl.dot(x, w, total, input_precision="ieee")
             a_pointers += BLOCK_K * a_column
             b_pointers += BLOCK_K * b_row
-        store_tile(out, out, bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
+        store_tile(out, out, own_bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
         if SIGNAL:
             _count(counter, False)
     if status != ARRIVED:

@@ -9,9 +9,8 @@ by rank; weights are grouped, one for each expert of a rank, and there is one ca
     all_to_all_matmul    tokens of all ranks for this rank's experts arrive, and are multiplied as they do
     matmul_all_to_all    what the experts made of them leaves for the ranks they came from as it is made
 
-`strategy` is that of the second; the first, which has fewer grains, is `chunked` where that is signaled, and on a GPU,
-where grouped weights have no signaled form, so is the second. How many tokens go where is told once for each call. That
-number is data, so this layer is no one graph of a compiler.
+`strategy` is that of the second; the first, which has fewer grains, is `chunked` where that is signaled. How many
+tokens go where is told once for each call. That number is data, so this layer is no one graph of a compiler.
 Gradients of experts are complete, since all their tokens came to them; the router is held by every rank and sees only
 its own tokens, as any layer under data parallelism, and wants the same treatment (DDP, or a sum over the group).
 """
@@ -90,8 +89,7 @@ class ExpertParallelMLP(Sharded):
         gate, up = both.chunk(2, -1)
         hidden = torch.nn.functional.silu(gate) * up
         home = [list(column) for column in zip(*sizes, strict=True)]
-        strategy = there if rows.device.type == "cuda" else self.strategy
-        return matmul_all_to_all(hidden, self.down.mT, group_sizes=home, group=group, strategy=strategy)
+        return matmul_all_to_all(hidden, self.down.mT, group_sizes=home, group=group, strategy=self.strategy)
 
 
 def _uniform(shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None) -> torch.Tensor:

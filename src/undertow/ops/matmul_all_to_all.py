@@ -29,7 +29,7 @@ from ..fabric.registry import as_group
 from ..plan import reorder
 from ..plan.plan import Plan
 from ..plan.problem import Problem
-from ..plan.tiles import TileGrid, chunks
+from ..plan.tiles import chunks
 from ..plan.tokens import Tokens
 from . import gradients as _gradients  # noqa: F401 - registers them
 from .beside import Beside
@@ -140,8 +140,7 @@ def call(
         run(x, w, y, tokens, mine, chosen, Finish(bias, activation), on.fabric, lane, beside=beside)
 
     def planned(asked: str) -> Choice:
-        grains = GRAINS if x.device.type == "cpu" else tuple(one for one in GRAINS if one != "signaled")
-        return unmeasured(shared, on, asked, grains, tokens.usual_rows, None, "grouped weights")
+        return unmeasured(shared, on, asked, GRAINS, tokens.usual_rows, None, "grouped weights")
 
     request = Request(
         shared, on, shape, f"{told(tokens)}, N {n}, {dtype_name(x)}", y, execute, lambda: x @ w,
@@ -199,14 +198,15 @@ def run(
     rank, n, matrix = fabric.group.rank, problem.n, tokens.matrix
     buffer = x.new_empty(problem.m * n)
     packed = plan.grain == "signaled" and plan.layout == "packed"
+    splits: reorder.Splits = tokens.sizes if w.dim() == 3 else matrix
     if plan.grain == "signaled":
-        leaving = reorder.pieces(problem.grid(plan), plan)
-        arriving = reorder.arriving_pieces(matrix, n, plan, rank)
+        leaving = reorder.pieces(reorder.sender_grid(splits[rank], n, plan), plan)
+        arriving = reorder.arriving_pieces(splits, n, plan, rank)
     else:
         leaving = row_pieces(problem.shards, n, plan)
         arriving = row_pieces([row[rank] for row in matrix], n, plan)
     result = y.new_empty(y.numel()) if packed else y.view(-1)
-    carrier = Carrier(fabric, lane, y, _longest(matrix, n, plan))
+    carrier = Carrier(fabric, lane, y, _longest(splits, n, plan))
 
     def landing(parcel: int) -> list[torch.Tensor]:
         return [result[offset : offset + count] for offset, count in arriving[parcel]]
@@ -222,22 +222,23 @@ def run(
     epilogue = None if finish.nothing else finish
     product: Product = NoProduct()
     if compute:
-        product = product_of(fabric, problem, plan, x, w, buffer, epilogue, tokens.leaving(rank))
+        grid = reorder.sender_grid(splits[rank], n, plan) if plan.grain == "signaled" else None
+        product = product_of(fabric, problem, plan, x, w, buffer, epilogue, tokens.leaving(rank), grid)
     overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels), beside)
     if packed:
-        key = ("unpack", tuple(map(tuple, matrix)), n, plan.digest, rank)
-        table = placed(fabric, key, lambda: reorder.arriving_table(matrix, n, plan, rank))
+        key = ("unpack", tokens, w.dim(), n, plan.digest, rank)
+        table = placed(fabric, key, lambda: reorder.arriving_table(splits, n, plan, rank))
         Finish(None, "none").unpack(y, result, table)
 
 
-def _longest(matrix: Sequence[Sequence[int]], n: int, plan: Plan) -> int:
+def _longest(splits: reorder.Splits, n: int, plan: Plan) -> int:
     """Elements of the longest piece of whatever rank: all ranks must ask for as much room."""
     found = [0]
-    for row in {tuple(row) for row in matrix}:
+    for row in {tuple(row) for row in splits}:
         if plan.grain == "signaled":
-            pieces = reorder.pieces(TileGrid(sum(row), n, *(plan.tile or (1, 1)), row), plan)
+            pieces = reorder.pieces(reorder.sender_grid(row, n, plan), plan)
         else:
-            pieces = row_pieces(row, n, plan)
+            pieces = row_pieces([sum(one) if isinstance(one, Sequence) else one for one in row], n, plan)
         found += [count for parcel in pieces for _, count in parcel]
     return max(found)
 

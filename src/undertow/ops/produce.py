@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric
     from ..plan.plan import Plan
     from ..plan.problem import Problem
+    from ..plan.tiles import TileGrid
     from ..plan.tokens import Block
     from .finish import Finish
 
@@ -32,10 +33,12 @@ def product_of(
     buffer: torch.Tensor,
     finish: Finish | None,
     blocks: Sequence[Block] = (),
+    grid: TileGrid | None = None,
 ) -> Product:
     """x [M, K] @ w [K, N] into the flat `buffer`, as `plan` lays it out; `finish` where the product is complete.
 
-    `blocks`: which rows are whose, where w [experts, K, N] has one weight for each expert.
+    `blocks`: which rows are whose, where w [experts, K, N] has one weight for each expert; `grid`: tiles that are cut
+    there, too.
     """
     if plan.grain in ("serial", "chunked"):
         rows = chunks(problem.shards, plan)
@@ -45,11 +48,8 @@ def product_of(
     if x.device.type == "cuda":
         from .cuda_product import CudaTileProduct
 
-        if w.dim() == 3:
-            was = "signaled on a GPU, whose tiles have one weight"
-            raise InvalidArgument(argument="plan", was=was, must="fused, chunked or serial where weights are grouped")
-        return CudaTileProduct(fabric, problem, plan, x, w, buffer, finish)
-    table = reorder.tile_table(problem.grid(plan), plan, fabric.group.rank)
+        return CudaTileProduct(fabric, problem, plan, x, w, buffer, finish, grid=grid)
+    table = reorder.tile_table(grid or problem.grid(plan), plan, fabric.group.rank)
     return TileProduct(x, w, buffer, table, len(plan.parcels), finish, blocks)
 
 
