@@ -63,28 +63,31 @@ class TileGrid:
     @cached_property
     def bands(self) -> Integers:
         """[bands, 3]: first row, rows, shard."""
-        return self._cut[:, :3]
+        if self.blocks:
+            return self._cut[:, :3]
+        found = [
+            (first + row, min(self.block_m, rows - row), shard)
+            for shard, (first, rows) in enumerate(zip(self.shard_rows, self.shards, strict=True))
+            for row in range(0, rows, self.block_m)
+        ]
+        return np.array(found, dtype=np.int64).reshape(-1, 3)
 
     @cached_property
     def experts(self) -> Integers:
         """The expert of each band, 0 where there is one weight."""
-        return self._cut[:, 3]
+        return self._cut[:, 3] if self.blocks else np.zeros(len(self.bands), np.int64)
 
     @cached_property
     def _cut(self) -> Integers:
-        found = []
-        for shard, first in enumerate(self.shard_rows):
-            start = first
-            for expert, rows in enumerate(self._blocks[shard]):
+        """[bands, 4]: first row, rows, shard, expert."""
+        found, first = [], 0
+        for shard, block in enumerate(self.blocks):
+            for expert, rows in enumerate(block):
                 found += [
-                    (start + row, min(self.block_m, rows - row), shard, expert) for row in range(0, rows, self.block_m)
+                    (first + row, min(self.block_m, rows - row), shard, expert) for row in range(0, rows, self.block_m)
                 ]
-                start += rows
+                first += rows
         return np.array(found, dtype=np.int64).reshape(-1, 4)
-
-    @property
-    def _blocks(self) -> tuple[tuple[int, ...], ...]:
-        return self.blocks or tuple((rows,) for rows in self.shards)
 
     @cached_property
     def shard_rows(self) -> tuple[int, ...]:
@@ -94,7 +97,8 @@ class TileGrid:
     @cached_property
     def band_counts(self) -> tuple[int, ...]:
         """Bands of each shard."""
-        return tuple(sum(-(-rows // self.block_m) for rows in block) for block in self._blocks)
+        blocks = self.blocks or tuple((rows,) for rows in self.shards)
+        return tuple(sum(-(-rows // self.block_m) for rows in block) for block in blocks)
 
     @property
     def columns(self) -> int:
