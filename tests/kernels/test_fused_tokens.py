@@ -118,10 +118,10 @@ def test_without_tma_words_cover_stores_and_waits_come_before_loads(name: str) -
     assert check_release_order(bare) != []
 
 
-def interpreted(name: str, *options: str) -> None:
+def interpreted(name: str) -> None:
     """Through Triton's interpreter, which is chosen when a kernel is defined: in a process of its own."""
     folder = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name), *options]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -132,7 +132,7 @@ def test_arithmetic() -> None:
 
 
 def test_an_exchange_as_it_is_launched() -> None:
-    interpreted("interpreted_launches.py", "-k", "an_exchange and 136")
+    interpreted("interpreted_launches.py::test_an_exchange_as_it_is_launched[136-24-True-True]")
 
 
 @pytest.mark.nightly
