@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import operator_checks
 import pytest
+import token_checks
 
 import undertow as ut
+
+TOKENS = [one.__name__ for one in token_checks.CHECKS]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_check(ranks: int) -> None:
     """All in one launch: a cold start costs as much as many checks."""
-    report = ut.launch(operator_checks.run, ranks, device="cuda", args=(list(operator_checks.CHECKS),), deadline=60)
+    names = [one for one in operator_checks.CHECKS if one not in TOKENS]
+    report = ut.launch(operator_checks.run, ranks, device="cuda", args=(names,), deadline=60)
+    print("\n".join(report[0]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tokens(ranks: int) -> None:
+    report = ut.launch(operator_checks.run, ranks, device="cuda", args=(TOKENS,), deadline=60)
+    print("\n".join(report[0]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fused_kernels_without_tma(ranks: int) -> None:
+    report = ut.launch(token_checks.plain, ranks, device="cuda", deadline=60)
     print("\n".join(report[0]))

@@ -75,10 +75,13 @@ def compile_kernel(
 ) -> CompiledKernel:
     """Compile a `@triton.jit` kernel for `target` ("sm_80", "sm_90", "sm_100"), once per process and variant.
 
-    `signature` gives the Triton type of each run-time argument ("*i32", "i64"), `attrs` the number of bytes (or the
-    factor) by which an argument is known to be divisible: 16 is what a launch finds for an aligned tensor.
+    `signature` gives the Triton type of each run-time argument ("*i32", "i64"; without one, its default), `attrs` the
+    number of bytes (or the factor) by which an argument is known to be divisible: 16 is what a launch finds for an
+    aligned tensor.
     """
     attrs = attrs or {}
+    usual = {one.name: one.default for one in kernel.params if one.has_default and one.name not in signature}
+    constexprs = {**usual, **constexprs}
     key = (
         kernel,
         *(tuple(sorted(part.items())) for part in (signature, constexprs, attrs)),

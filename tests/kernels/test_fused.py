@@ -6,66 +6,13 @@ import re
 from typing import Any
 
 import pytest
-from ptx import CompiledKernel, check_acquire_order, check_after_bulk_stores, check_release_order, compile_kernel
+from fused_builds import STAGES, decode, gather, scatter
+from ptx import check_acquire_order, check_after_bulk_stores, check_release_order
 
-from undertow.kernels.fused_decode import fused_decode_kernel
-from undertow.kernels.fused_gather import fused_gather_kernel
-from undertow.kernels.fused_scatter import LINE, fused_scatter_kernel
+from undertow.kernels.turns import LINE
 from undertow.plan import fused
 
-STAGES = 4
 SHARED = 227 << 10  # bytes that a CTA may have on sm_90
-WATCH = {"abort": "*i32", "error": "*i32", "deadline_ns": "i64"}
-
-
-def scatter(ranks: int = 2, broadcast: bool = True, tile: tuple[int, int] = (128, 256)) -> CompiledKernel:
-    block_m, block_n = tile
-    types = {
-        "a": f"tensordesc<bf16[{block_m}, 64]>", "b": f"tensordesc<bf16[{block_n}, 64]>",
-        **{f"c{one}": f"tensordesc<bf16[1, {block_m}, {block_n // 2}]>" for one in range(8)},
-        **dict.fromkeys(("partials", "out", "reduced", "bias"), "*bf16"),
-        **dict.fromkeys(("table", "bases", "reduced_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
-        **dict.fromkeys(("tiles", "own", "active", "inner", "n", "lines", "rank"), "i32"),
-        "plane": "i64", "half": "i64", **WATCH,
-    }  # fmt: skip
-    constants: dict[str, Any] = {
-        "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": 64, "TRANSPOSED": True, "RANKS": ranks,
-        "BROADCAST": broadcast, "BIAS": False, "ACTIVATION": 0,
-    }  # fmt: skip
-    aligned = {"partials": 16, "out": 16, "reduced": 16, "n": 16}
-    return compile_kernel(fused_scatter_kernel, types, constants, "sm_90", 8, aligned, num_stages=STAGES)
-
-
-def gather(bulk: bool = True) -> CompiledKernel:
-    types = {
-        "mine": "tensordesc<bf16[128, 64]>", "gathered": "tensordesc<bf16[128, 64]>", "b": "tensordesc<bf16[64, 256]>",
-        "c": "tensordesc<bf16[128, 128]>" if bulk else "*i32", **dict.fromkeys(("x", "out", "bias"), "*bf16"),
-        **dict.fromkeys(("table", "bases", "word_bases"), "*i64"),
-        **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
-        **dict.fromkeys(("tiles", "own", "active", "loaders", "rows", "inner", "first_row", "first_line"), "i32"),
-        **dict.fromkeys(("capacity", "lines", "parts", "rank"), "i32"), "stride": "i64", **WATCH,
-    }  # fmt: skip
-    constants: dict[str, Any] = {
-        "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "TRANSPOSED": False, "PARTS": 2 if bulk else 4, "BULK": bulk,
-        "EVEN": True, "BIAS": False, "ACTIVATION": 0, "WIDTH": 1024, "RANKS": 4,
-    }  # fmt: skip
-    return compile_kernel(
-        fused_gather_kernel, types, constants, "sm_90", 8, {"x": 16, "out": 16}, num_stages=STAGES
-    )  # fmt: skip
-
-
-def decode(rows: int, at_once: int, ranks: int = 4, **changes: Any) -> CompiledKernel:
-    types = {
-        "x": f"tensordesc<bf16[{rows}, 64]>", "w": "tensordesc<bf16[256, 64]>", "out": "*bf16", "bias": "*bf16",
-        "bases": "*i64", "packets": "*i64", "epochs": "*i32",
-        **dict.fromkeys(("rows", "n", "inner", "active", "rank"), "i32"), "half": "i64", **WATCH,
-    }  # fmt: skip
-    constants: dict[str, Any] = {
-        "BLOCK_M": rows, "BLOCK_N": 256, "BLOCK_K": 64, "TRANSPOSED": True, "SPLIT": 1, "RANKS": ranks, "LANES": 256,
-        "AT_ONCE": at_once, "BIAS": False, "ACTIVATION": 0, **changes,
-    }  # fmt: skip
-    aligned = {"out": 16, "packets": 16, "n": 16, "inner": 16}
-    return compile_kernel(fused_decode_kernel, types, constants, "sm_90", 8, aligned, num_stages=STAGES)
 
 
 def check_bulk_words(ptx: str) -> None:

@@ -32,7 +32,8 @@ def compiled(bulk: bool, *, waits: bool = False, **changes: Any) -> CompiledKern
         "EVEN": True, "BIAS": False, "ACTIVATION": 0, **changes,
     }  # fmt: skip
     types = {
-        "a": f"tensordesc<bf16[{block_m}, {block_k}]>", "b": f"tensordesc<bf16[{block_k}, {block_n}]>",
+        "a": f"tensordesc<bf16[{block_m}, {block_k}]>",
+        "b": f"tensordesc<bf16[{'1, ' if changes.get('GROUPED') else ''}{block_k}, {block_n}]>",
         "c": f"tensordesc<bf16[{block_m}, {block_n // parts}]>" if bulk else "*i32", "out": "*bf16", "bias": "*bf16",
         "table": "*i64", "counters": "*i32", "tiles": "i32", "inner": "i32", "next_tile": "*i32", "abort": "*i32",
         "error": "*i32", "deadline_ns": "i64",
@@ -127,6 +128,15 @@ def test_the_plain_kernel_compiles_everywhere(dtype: str, block: tuple[int, int,
     made = plain(dtype, block, target)
     assert made.spills <= 64  # a few registers of the widest tile, on the oldest GPU
     assert check_release_order(made.ptx) == []
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+def test_grouped_weights_cost_no_spills(bulk: bool) -> None:
+    """Loads still run ahead, of a weight for each expert."""
+    kernel = compiled(bulk, GROUPED=True, BIAS=True, BIAS_ROW=4096)
+    assert kernel.spills == 0
+    assert kernel.shared >= STAGES * (128 + 256) * 64 * 2
+    assert "wgmma.mma_async" in kernel.ptx
 
 
 def test_arithmetic() -> None:

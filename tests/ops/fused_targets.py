@@ -44,7 +44,7 @@ def random_plan(problem: Problem, chance: random.Random) -> Plan:
 def random_plans(seed: int, count: int) -> dict[str, int]:
     """`count` cases, each with a plan of its own; how many there were of each form."""
     group = ut.init()
-    chance, forms = random.Random(seed), dict.fromkeys((fused.SCATTER, fused.GATHER, fused.DECODE), 0)
+    chance, forms = random.Random(seed), dict.fromkeys((fused.SCATTER, fused.EXCHANGE, fused.GATHER, fused.DECODE), 0)
     real = choose.default_plan
 
     turn = 0
@@ -142,7 +142,7 @@ def a_missing_word_is_an_error() -> str:
 
     group = ut.init()
     if group.rank == 1:
-        fused_cpu._Turn.tell = lambda self, rank, word: None  # type: ignore[method-assign]
+        fused_cpu.Turn.tell = lambda self, rank, word: None  # type: ignore[method-assign]
     try:
         ut.matmul_reduce_scatter(torch.ones(4, 3), torch.ones(3, 5), group=group, strategy="fused")
     except ut.UndertowError as error:
@@ -203,10 +203,10 @@ def _held_back(group: ut.Group, word: int, roles: list[int], late: str) -> Itera
     from undertow.ops import fused_cpu
 
     held = _Held(group, roles)
-    tell, wait = fused_cpu._Turn.tell, fused_cpu._Turn.wait
+    tell, wait = fused_cpu.Turn.tell, fused_cpu.Turn.wait
     group.barrier()
 
-    def told(turn: fused_cpu._Turn, to: int, told_word: int) -> None:
+    def told(turn: fused_cpu.Turn, to: int, told_word: int) -> None:
         here = (told_word, to) == (word, held.target)
         if here and held.call == 1 and group.rank == held.holder:
             held.signals.wait(1 if late == "holder" else 0, 1)
@@ -217,7 +217,7 @@ def _held_back(group: ut.Group, word: int, roles: list[int], late: str) -> Itera
             for other in (held.target, held.holder):
                 held.signals.set(other, 0, 1)
 
-    def waited(turn: fused_cpu._Turn, asked: int, sender: int) -> None:
+    def waited(turn: fused_cpu.Turn, asked: int, sender: int) -> None:
         if asked == word and held.call == 1 and group.rank == held.target:
             if late == "holder":
                 held.signals.wait(0, 1)
@@ -229,11 +229,11 @@ def _held_back(group: ut.Group, word: int, roles: list[int], late: str) -> Itera
                 held.signals.wait(2, 1)
         wait(turn, asked, sender)
 
-    fused_cpu._Turn.tell, fused_cpu._Turn.wait = told, waited  # type: ignore[method-assign]
+    fused_cpu.Turn.tell, fused_cpu.Turn.wait = told, waited  # type: ignore[method-assign]
     try:
         yield held
     finally:
-        fused_cpu._Turn.tell, fused_cpu._Turn.wait = tell, wait  # type: ignore[method-assign]
+        fused_cpu.Turn.tell, fused_cpu.Turn.wait = tell, wait  # type: ignore[method-assign]
 
 
 def _rows_of(rows: int) -> Callable[[ut.Group, int], bool]:

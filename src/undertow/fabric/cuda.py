@@ -48,6 +48,7 @@ class CudaFabric(Fabric):
         #: SMs of this rank: of a GPU that is shared, by whatever ranks of the job, its part, which kernels keep to by
         #: the size of their grids. The same on all ranks of the group
         self.multiprocessors = sharers.part(seats)
+        self.bulk_copies = torch.cuda.get_device_capability(self.device)[0] >= 9
         local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         could_share = os.environ.get(OVERLAPPING) == "1" or local > torch.cuda.device_count()
         said = group.exchange(sharers.unknown(seats, could_share), "who shares the GPUs")

@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 
 from .combine import activated
+from .gemm import plain_multiply
 from .packets import send, settle
+from .signals import has_bulk_copies
 
 
 @triton.jit
@@ -42,17 +44,21 @@ def _value(word, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
     return (word >> SHIFT).to(tl.int16).to(ELEMENT, bitcast=True).to(tl.float32)
 
 
-_FREE = ["bias", "bases", "packets", "epochs", "active", "rank", "rows", "half", "abort", "error", "deadline_ns"]
+_FREE = [
+    *("bias", "bases", "packets", "epochs", "active", "rank", "rows", "half", "abort", "error", "deadline_ns"),
+    *("a_row", "b_row"),
+]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def fused_decode_kernel(
     x, w, out, bias, bases, packets, epochs, rows: tl.int32, n: tl.int32, inner: tl.int32, active: tl.int32,
-    half: tl.int64, rank: tl.int32, abort, error, deadline_ns: tl.int64,
+    a_row: tl.int64, b_row: tl.int64, half: tl.int64, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr,
     RANKS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """`x` [rows, K] and `w` ([K, N] or, TRANSPOSED, [N, K]) are tensor descriptors, `out` [rows, N] is contiguous.
+    """`x` [rows, K] and `w` ([K, N] or, TRANSPOSED, [N, K]) are tensor descriptors, or (GPUs without TMA) pointers,
+    whose rows lie `a_row` and `b_row` apart; `out` [rows, N] is contiguous.
 
     `bases`: addresses of all ranks' packets, `packets` those here: [2, ranks * SPLIT, rows, N / 2] 64-bit words of
     which the second turn begins at `half`. N is even. The first `active` CTAs work; every CTA of the grid, which never
@@ -72,14 +78,21 @@ def fused_decode_kernel(
     for piece in range(program, last * SPLIT, active):
         block, part = piece // SPLIT, piece % SPLIT
         column = block * BLOCK_N
-        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for step in range(part * steps, (part + 1) * steps):
-            factor = x.load([0, step * BLOCK_K])
-            if TRANSPOSED:
-                weight = w.load([column, step * BLOCK_K]).T
-            else:
-                weight = w.load([step * BLOCK_K, column])
-            total = tl.dot(factor, weight, total)
+        if has_bulk_copies():
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for step in range(part * steps, (part + 1) * steps):
+                factor = x.load([0, step * BLOCK_K])
+                if TRANSPOSED:
+                    weight = w.load([column, step * BLOCK_K]).T
+                else:
+                    weight = w.load([step * BLOCK_K, column])
+                total = tl.dot(factor, weight, total)
+        else:
+            begin, first = part * steps * BLOCK_K, rows * 0
+            weights = w + (begin if TRANSPOSED else begin * b_row // 8 * 8)
+            total = plain_multiply(x + begin, weights, a_row, b_row, b_row, first, rows, first + column, n,
+                                   tl.minimum(inner - begin, steps * BLOCK_K), 0, BLOCK_M, BLOCK_N, BLOCK_K,
+                                   TRANSPOSED, False)  # fmt: skip
         words = _pairs(total, ELEMENT)
         across = column // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
         wanted = (down < rows) & (across < n // 2)

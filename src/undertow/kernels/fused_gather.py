@@ -1,21 +1,25 @@
-"""A matmul that fetches its own rows: out = (all ranks' x, gathered by rows) @ b, in one launch.
+"""A matmul that fetches its own rows: out = (rows that all ranks have for this one) @ b, in one launch.
 
-The first `loaders` CTAs push this rank's rows into the gathered buffers of the others, those first whose turn comes
-first, and then join the rest. All take tiles in the order of the table: own rows first, straight from x, then those of
-the following ranks, each tile once its band of rows has arrived.
+all_gather_matmul: every rank has all its rows for every other. all_to_all_matmul (ANNOUNCED): some for each, perhaps
+none, and perhaps one of several weights (GROUPED) for each block of them.
 
-    loaders:  for step in 1 ... ranks - 1, for band, for part of its columns:
-                  gathered[rows] of rank r - step = x[band, part]; words[band, part] of rank r - step = epoch
+The first `loaders` CTAs push this rank's rows into the buffers of the others, those first whose turn comes first, and
+then join the rest. All take tiles in the order of the table: own rows first, straight from x, then those of the
+following ranks, each tile once its band of rows has arrived.
+
+    loaders:  for rank r - 1, r - 2, ..., for band, for part of its columns:
+                  rows of that rank = x[band, part]; words[band, part] of that rank = epoch
     all:      for tile in table, whoever is ready takes the next:
-                  wait for all parts of the tile's band; out = a @ b
+                  wait for all parts of the tile's band; out = finish(rows @ b[expert])
 
-The table is that of `gemm`, with the rows of x for own tiles and of the gathered matrix for others, and the line of the
-band's words in place of the parcel.
+The tables are the plan's. `pushes`: row and rows of x, the rank they are for, the row there, the line of the band's
+words there. `table`: that of `gemm`, with the rows of x for own tiles and those of the buffer for others, the line of
+the band's words in place of the parcel, and the expert.
 
-Gathered buffers and words are used in turn by two calls. A rank that is in call n + 2 has seen the end of call n + 1,
-which needed rows that every other rank sent after its own call n: nobody still reads the rows of call n, nor sets its
-words, whose writers change from call to call, as a line belongs to another rank in another shape. (Every rank must have
-a row for that.)
+Buffers and words are used in turn by two calls. A rank that is in call n + 2 of all_gather_matmul has seen the end of
+call n + 1, which needed rows that every other rank sent after its own call n: nobody still reads the rows of call n,
+nor sets its words, whose writers change from call to call, as a line belongs to another rank in another shape. (Every
+rank must have a row for that.) Where a rank may have none for another, calls are announced (`turns.py`).
 
 Memory ordering. A word is released at system scope behind a CTA barrier that follows the stores of its part
 (`signal_set`), and acquired at system scope by the CTA that needs it; a proxy fence orders that before its TMA loads.
@@ -28,9 +32,9 @@ numbers; each call clears the other one, which nobody uses before the next call 
 import triton
 import triton.language as tl
 
-from .fused_scatter import LINE  # 32-bit words of a band's line: one for each part of its columns
-from .gemm import ENTRY, multiply, store_tile
-from .signals import proxy_fence, signal_set, signal_wait_all
+from .gemm import ENTRY, multiply, plain_multiply, store_tile
+from .signals import has_bulk_copies, proxy_fence, signal_set, signal_wait_all
+from .turns import LINE, take_turn
 
 _COPIED = tl.constexpr(64 << 10)  # elements that a CTA has under way: half of its registers
 
@@ -51,59 +55,80 @@ def _push(
 
 @triton.jit
 def _load(
-    x, bases, word_bases, turn_row, first_row, first_line, rows, inner, stride, epoch, program, loaders, parts, rank,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    x, pushes, count, bases, word_bases, turn_row, turn_line, inner, stride, epoch, program, loaders, parts,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What a loader pushes: band after band for each of the other ranks, nearest first."""
-    bands = tl.cdiv(rows, BLOCK_M)
-    each = bands * parts
-    for task in range(program, (RANKS - 1) * each, loaders):
-        step, band, part = task // each + 1, task % each // parts, task % parts
-        to = (rank + RANKS - step) % RANKS
+    """What a loader pushes: bands in the order of the table, each in parts."""
+    for task in range(program, count * parts, loaders):
+        entry, part = pushes + task // parts * ENTRY, task % parts
+        row, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
+        to, into = tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
         target = tl.load(bases + to).to(tl.pointer_type(x.dtype.element_ty))
-        _push(x, tl.multiple_of(target, 16), band * BLOCK_M, rows, turn_row + first_row + band * BLOCK_M, part * WIDTH,
-              inner, stride, BLOCK_M, WIDTH)  # fmt: skip
+        _push(x, tl.multiple_of(target, 16), row, row + rows, turn_row + into, part * WIDTH, inner, stride, BLOCK_M,
+              WIDTH)  # fmt: skip
         words = tl.load(word_bases + to).to(tl.pointer_type(tl.int32))
-        signal_set(words + (first_line + band) * LINE + part, epoch)
+        signal_set(words + (turn_line + tl.load(entry + 4).to(tl.int32)) * LINE + part, epoch)
+
+
+@triton.jit
+def _multiply(
+    a, b, a_row, b_row, b_expert, entry, first, inner, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """The tile of an entry of the table, of rows that count from `first`."""
+    row, column = first + tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
+    expert = tl.load(entry + 7).to(tl.int32)
+    if has_bulk_copies():
+        steps = tl.cdiv(inner, BLOCK_K)
+        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, expert, GROUPED)
+    else:
+        rows, n = tl.load(entry + 1).to(tl.int32), tl.load(entry + 5).to(tl.int32)
+        total = plain_multiply(a, b, a_row, b_row, b_expert, row, rows, column, n, inner, expert, BLOCK_M, BLOCK_N,
+                               BLOCK_K, TRANSPOSED, GROUPED)  # fmt: skip
+    return total
 
 
 _FREE = [
-    *("bias", "table", "bases", "word_bases", "words", "epochs", "taken", "tiles", "own", "active", "loaders"),
-    *("first_row", "first_line", "capacity", "lines", "rank", "parts", "rows", "inner", "stride", "abort", "error"),
+    *("bias", "table", "pushes", "bases", "word_bases", "words", "epochs", "taken", "tiles", "own", "count", "active"),
+    *("loaders", "capacity", "lines", "rank", "parts", "inner", "stride", "b_row", "b_expert", "abort", "error"),
     "deadline_ns",
 ]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def fused_gather_kernel(
-    mine, gathered, b, c, x, out, bias, table, bases, word_bases, words, epochs, taken,
-    tiles: tl.int32, own: tl.int32, active: tl.int32, loaders: tl.int32, rows: tl.int32, inner: tl.int32,
-    stride: tl.int64, first_row: tl.int32, first_line: tl.int32, capacity: tl.int32, lines: tl.int32, parts: tl.int32,
+    mine, gathered, b, c, x, out, bias, table, pushes, bases, word_bases, words, epochs, taken,
+    tiles: tl.int32, own: tl.int32, count: tl.int32, active: tl.int32, loaders: tl.int32, inner: tl.int32,
+    stride: tl.int64, b_row: tl.int64, b_expert: tl.int64, capacity: tl.int32, lines: tl.int32, parts: tl.int32,
     rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-    PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    GROUPED: tl.constexpr, PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, ANNOUNCED: tl.constexpr,
 ):  # fmt: skip
     """`mine` (x [rows, K], whose rows lie `stride` apart), `gathered` [2 * capacity, K], `b` ([K, N] or, TRANSPOSED,
-    [N, K]) and, where BULK, `c` (`out` [M, N]) are tensor descriptors.
+    [N, K]; GROUPED: one for each expert) and, where BULK, `c` (`out` [M, N]) are tensor descriptors; on GPUs without
+    TMA pointers, and rows of `b` lie `b_row` apart, experts `b_expert`.
 
-    `bases` and `word_bases`: addresses of all ranks' gathered buffers and words; `words` are those here. A band of
-    columns comes in `parts` parts of WIDTH. Words of the second turn begin `lines` lines after the first's. This rank's
-    rows begin at `first_row` of the gathered matrix, its lines of words at `first_line`. The first
-    `active` CTAs work, the first `loaders` of them push; every CTA of the grid, which never changes, counts calls in
+    `bases` and `word_bases`: addresses of all ranks' buffers and words; `words` are those here. A band of rows comes in
+    `parts` parts of WIDTH columns. ANNOUNCED: a line of announcements comes first. Words of the second turn begin
+    `lines` lines after the first's. `bias` [N], or one for each expert. The first `active` CTAs work, the first
+    `loaders` of them push the `count` bands of `pushes`; every CTA of the grid, which never changes, counts calls in
     its word of `epochs`. The first `own` tiles of the table are of own rows.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program, volatile=True) + 1
     turn = epoch & 1
     turn_row, turn_line = turn * capacity, turn * lines
-    steps = tl.cdiv(inner, BLOCK_K)
-    inner, stride = inner // 8 * 8, stride // 8 * 8  # they are so already: it tells the compiler
+    if ANNOUNCED:
+        turn_line += 1
+        if program < active:
+            take_turn(word_bases, words, epoch, program, rank, abort, error, deadline_ns, RANKS)
+    wide, apart = inner // 8 * 8, stride // 8 * 8  # they are so already: it tells the compiler
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
     if program < loaders:
-        _load(x, bases, word_bases, turn_row, first_row, turn_line + first_line, rows, inner, stride, epoch, program,
-              loaders, parts, rank, BLOCK_M, WIDTH, RANKS)  # fmt: skip
+        _load(x, pushes, count, bases, word_bases, turn_row, turn_line, wide, apart, epoch, program, loaders, parts,
+              BLOCK_M, WIDTH)  # fmt: skip
     counter = taken + turn * LINE
     position = tiles
     if program < active:
@@ -111,18 +136,20 @@ def fused_gather_kernel(
     while position < own:
         following = tl.atomic_add(counter, 1, sem="relaxed")
         entry = table + position * ENTRY
-        row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        total = multiply(mine, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
-        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        total = _multiply(mine, b, stride, b_row, b_expert, entry, 0, inner, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED,
+                          GROUPED)  # fmt: skip
+        store_tile(out, c, bias + tl.load(entry + 7) * tl.load(entry + 5), total, entry, PARTS, BULK, EVEN, BIAS,
+                   ACTIVATION)  # fmt: skip
         position = following
     while position < tiles:
         following = tl.atomic_add(counter, 1, sem="relaxed")
         entry = table + position * ENTRY
-        row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         line = tl.load(entry + 6).to(tl.int32)
         signal_wait_all(words + (turn_line + line) * LINE, epoch, parts, -1, abort, error, deadline_ns)
         proxy_fence()
-        total = multiply(gathered, b, turn_row + row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
-        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        total = _multiply(gathered, b, inner.to(tl.int64), b_row, b_expert, entry, turn_row, inner, BLOCK_M, BLOCK_N,
+                          BLOCK_K, TRANSPOSED, GROUPED)  # fmt: skip
+        store_tile(out, c, bias + tl.load(entry + 7) * tl.load(entry + 5), total, entry, PARTS, BULK, EVEN, BIAS,
+                   ACTIVATION)  # fmt: skip
         position = following
     tl.store(epochs + program, epoch)

@@ -26,9 +26,10 @@ that every other rank computed after its own call n: nobody still reads the slot
 tile for that, or wait for one: BROADCAST.)
 
 Memory ordering. The word of a tile is released, at system scope, by the thread that issued the tile's bulk stores,
-after their completion and a proxy fence (`_RELEASE_BULK`); the owner acquires it at system scope before it loads
-partials with ordinary loads. A ready word is released at system scope behind a CTA barrier that follows the stores of
-the sum, and acquired before the copy. Epochs are this rank's own: one for each CTA, read and advanced by it alone.
+after their completion and a proxy fence (without TMA: behind a CTA barrier; `turns.tell`); the owner acquires it at
+system scope before it loads partials with ordinary loads. A ready word is released at system scope behind a CTA barrier
+that follows the stores of the sum, and acquired before the copy. Epochs are this rank's own: one for each CTA, read and
+advanced by it alone.
 """
 
 # Triton grows tuples whose types mypy would fix at their first length.
@@ -38,71 +39,80 @@ import triton
 import triton.language as tl
 
 from .combine import activated
-from .gemm import ENTRY, after_bulk_stores, halves, multiply
-from .signals import signal_wait_all
+from .gemm import ENTRY, halves, multiply, plain_multiply
+from .signals import has_bulk_copies, signal_wait_all
+from .turns import LINE, tell, tell_everybody
 
-LINE = tl.constexpr(32)  # 32-bit words of a tile's line: one for each source
-
-# The word of a tile that left by TMA. One piece of text, as in `gemm`: an atomic of Triton's own would keep loads from
-# running ahead across tiles.
-_RELEASE_BULK = tl.constexpr(after_bulk_stores("st.release.sys.global.b32 [$1], $2;"))
-# A word at the same offset in the memory of every rank, after what the whole CTA stored: thread i sets that of rank i.
-# Nobody is told of a sum whose parts did not all arrive ($5): who waits for it stops at its own deadline.
-_RELEASE_EVERYWHERE = tl.constexpr("""{
-    .reg .pred other;
-    .reg .b32 thread;
-    .reg .b64 place;
-    barrier.sync 0;
-    mov.u32 thread, %tid.x;
-    setp.ge.u32 other, thread, $4;
-    @other bra END;
-    setp.ne.u32 other, $5, 0;
-    @other bra END;
-    mad.wide.u32 place, thread, 8, $1;
-    ld.global.b64 place, [place];
-    add.s64 place, place, $2;
-    st.release.sys.global.b32 [place], $3;
-END:
-    mov.b32 $0, 0;
-}""")
 _PREFETCH = tl.constexpr("cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;")
 
 
 @triton.jit
-def _put(c, tile, turn, row, column):
-    """A tile into a peer's slot, in two halves: staging memory for a whole one would not fit."""
-    ROWS: tl.constexpr = tile.shape[0]
-    WIDTH: tl.constexpr = tile.shape[1] // 2
-    left, right = halves(tile)
-    c.store([turn, row, column], tl.reshape(left.to(c.dtype), (1, ROWS, WIDTH)))
-    c.store([turn, row, column + WIDTH], tl.reshape(right.to(c.dtype), (1, ROWS, WIDTH)))
+def _put_part(c, part, turn, row, column):
+    c.store([turn, row, column], tl.reshape(part.to(c.dtype), (1, part.shape[0], part.shape[1])))
 
 
 @triton.jit
-def _send(c0, c1, c2, c3, c4, c5, c6, c7, tile, owner, turn, row, column, RANKS: tl.constexpr):
+def put(c, tile, turn, row, column):
+    """A tile into a peer's slot, in parts as wide as the descriptor's: staging memory for a whole would not fit."""
+    WIDTH: tl.constexpr = c.block_shape[2]
+    left, right = halves(tile)
+    if WIDTH * 2 == tile.shape[1]:
+        _put_part(c, left, turn, row, column)
+        _put_part(c, right, turn, row, column + WIDTH)
+    else:
+        first, second = halves(left)
+        _put_part(c, first, turn, row, column)
+        _put_part(c, second, turn, row, column + WIDTH)
+        third, fourth = halves(right)
+        _put_part(c, third, turn, row, column + 2 * WIDTH)
+        _put_part(c, fourth, turn, row, column + 3 * WIDTH)
+
+
+@triton.jit
+def send(c0, c1, c2, c3, c4, c5, c6, c7, tile, owner, turn, row, column, RANKS: tl.constexpr):
     """A tensor descriptor cannot be indexed: a chain of branches finds that of the owner."""
     if owner == 0:
-        _put(c0, tile, turn, row, column)
+        put(c0, tile, turn, row, column)
     if owner == 1:
-        _put(c1, tile, turn, row, column)
+        put(c1, tile, turn, row, column)
     if RANKS > 2:
         if owner == 2:
-            _put(c2, tile, turn, row, column)
+            put(c2, tile, turn, row, column)
     if RANKS > 3:
         if owner == 3:
-            _put(c3, tile, turn, row, column)
+            put(c3, tile, turn, row, column)
     if RANKS > 4:
         if owner == 4:
-            _put(c4, tile, turn, row, column)
+            put(c4, tile, turn, row, column)
     if RANKS > 5:
         if owner == 5:
-            _put(c5, tile, turn, row, column)
+            put(c5, tile, turn, row, column)
     if RANKS > 6:
         if owner == 6:
-            _put(c6, tile, turn, row, column)
+            put(c6, tile, turn, row, column)
     if RANKS > 7:
         if owner == 7:
-            _put(c7, tile, turn, row, column)
+            put(c7, tile, turn, row, column)
+
+
+@triton.jit
+def _store_quarter(target, part, n, columns, FIRST: tl.constexpr):
+    across = FIRST + tl.arange(0, part.shape[1])[None, :]
+    place = tl.arange(0, part.shape[0])[:, None] * n + across
+    tl.store(target + place, part.to(target.dtype.element_ty), mask=across < columns)
+
+
+@triton.jit
+def _put_plain(target, tile, n, columns):
+    """The same for GPUs without TMA, by ordinary stores from the tile's first element on; slots hold whole bands."""
+    WIDTH: tl.constexpr = tile.shape[1] // 4
+    left, right = halves(tile)
+    first, second = halves(left)
+    _store_quarter(target, first, n, columns, 0)
+    _store_quarter(target, second, n, columns, WIDTH)
+    third, fourth = halves(right)
+    _store_quarter(target, third, n, columns, 2 * WIDTH)
+    _store_quarter(target, fourth, n, columns, 3 * WIDTH)
 
 
 @triton.jit
@@ -144,9 +154,7 @@ def _finish(
          tl.load(entry + 7).to(tl.int32), tl.load(entry + 2).to(tl.int32), n, BLOCK_M, BLOCK_N, RANKS, BROADCAST, BIAS,
          ACTIVATION)  # fmt: skip
     if BROADCAST:
-        offset = (lines + line).to(tl.int64) * LINE * 4
-        tl.inline_asm_elementwise(_RELEASE_EVERYWHERE, "=r,l,l,r,r,r", [bases, offset, epoch, RANKS, failed],
-                                  dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+        tell_everybody(bases, (lines + line).to(tl.int64) * LINE * 4, epoch, failed, RANKS)
 
 
 @triton.jit
@@ -160,7 +168,7 @@ def _prefetch(partials, plane, row, column, n, ROWS: tl.constexpr, COLUMNS: tl.c
 
 
 @triton.jit
-def _collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile that its owner summed: from the owner's memory into `out`."""
     HALF: tl.constexpr = BLOCK_M // 2
     across = column // 16 * 16 + tl.arange(0, BLOCK_N)[None, :]
@@ -174,16 +182,17 @@ def _collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, 
 _FREE = ["bias", "table", "bases", "words", "epochs", "tiles", "own", "inner", "lines", "abort", "error", "deadline_ns"]
 
 
-@triton.jit(do_not_specialize=[*_FREE, "rank", "active", "plane", "half", "reduced_bases"])
+@triton.jit(do_not_specialize=[*_FREE, "rank", "active", "plane", "half", "reduced_bases", "a_row", "b_row"])
 def fused_scatter_kernel(
     a, b, c0, c1, c2, c3, c4, c5, c6, c7, partials, out, reduced, bias, table, bases, reduced_bases, words, epochs,
-    tiles: tl.int32, own: tl.int32, active: tl.int32, inner: tl.int32, n: tl.int32, plane: tl.int64, half: tl.int64,
-    lines: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
+    a_row: tl.int64, b_row: tl.int64, tiles: tl.int32, own: tl.int32, active: tl.int32, inner: tl.int32, n: tl.int32,
+    plane: tl.int64, half: tl.int64, lines: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     RANKS: tl.constexpr, BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """`a` [M, K] and `b` ([K, N] or, TRANSPOSED, [N, K]) are tensor descriptors, as are c0, c1, ...: this rank's slots
-    [2, rows, N] in the memory of each rank, one for calls of even and one for those of odd numbers.
+    [2, rows, N] in the memory of each rank, one for calls of even and one for those of odd numbers. On GPUs without TMA
+    `a` and `b` are pointers, whose rows lie `a_row` and `b_row` apart, and no descriptors are there.
 
     `partials`: this rank's own memory, where source s has its slots at s * plane and the second turn begins at `half`;
     `reduced` (BROADCAST) likewise without sources. `bases`: addresses of all ranks' words, `reduced_bases` of their
@@ -202,25 +211,36 @@ def fused_scatter_kernel(
     finished = words + (2 * lines + program) * LINE  # at first a word of this CTA's own that nobody waits for
     before, previous = table, -1
     here = tl.where(program < programs, tiles, 0)
-    for position in tl.range(program, here, programs, flatten=True):
+    AHEAD: tl.constexpr = has_bulk_copies()  # loads of a tile run into the epilogue of the one before
+    for position in tl.range(program, here, programs, flatten=AHEAD):
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        if has_bulk_copies():
+            total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        else:
+            total = plain_multiply(a, b, a_row, b_row, b_row, row, tl.load(entry + 1).to(tl.int32), column, n, inner, 0,
+                                   BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, False)  # fmt: skip
         stored += programs
         entry = table + stored * ENTRY
         # The word of the tile before, whose bulk stores have long arrived.
-        tl.inline_asm_elementwise(_RELEASE_BULK, "=r,l,r", [finished, epoch], dtype=tl.int32, is_pure=False, pack=1)
+        tell(finished, epoch, False)
         shard_row, column = tl.load(entry + 4).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         owner = tl.load(entry + 6).to(tl.int32)
-        _send(c0, c1, c2, c3, c4, c5, c6, c7, total, owner, turn, shard_row, column, RANKS)
+        if has_bulk_copies():
+            send(c0, c1, c2, c3, c4, c5, c6, c7, total, owner, turn, shard_row, column, RANKS)
+        else:
+            slots = tl.multiple_of(tl.load(reduced_bases + owner).to(tl.pointer_type(out.dtype.element_ty)), 16)
+            slot = slots + (turn * half + (rank - RANKS) * plane + shard_row.to(tl.int64) * n + column // 16 * 16)
+            _put_plain(slot, total, n, n - column)
         finished = tl.load(bases + owner).to(tl.pointer_type(tl.int32)) + tl.load(entry + 5).to(tl.int32) * LINE + rank
-        if owner == rank:
-            _prefetch(partials, plane, shard_row, column, n, BLOCK_M, BLOCK_N, RANKS)
+        if has_bulk_copies():
+            if owner == rank:
+                _prefetch(partials, plane, shard_row, column, n, BLOCK_M, BLOCK_N, RANKS)
         if previous == rank:  # the tile before is my own, and my part of it has arrived
             _finish(partials, plane, out, reduced, bias, bases, words, before, n, lines, epoch,
                     abort, error, deadline_ns, BLOCK_M, BLOCK_N, RANKS, BROADCAST, BIAS, ACTIVATION)  # fmt: skip
         before, previous = entry, owner
-    tl.inline_asm_elementwise(_RELEASE_BULK, "=r,l,r", [finished, epoch], dtype=tl.int32, is_pure=False, pack=1)
+    tell(finished, epoch, False)
     if (program < programs) & (stored >= 0) & (stored >= tiles - own):
         _finish(partials, plane, out, reduced, bias, bases, words, table + stored * ENTRY, n, lines, epoch,
                 abort, error, deadline_ns, BLOCK_M, BLOCK_N, RANKS, BROADCAST, BIAS, ACTIVATION)  # fmt: skip
@@ -231,6 +251,6 @@ def fused_scatter_kernel(
             signal_wait_all(words + (lines + line) * LINE, epoch, 1, -1, abort, error, deadline_ns)
             source = tl.load(reduced_bases + owner).to(tl.pointer_type(out.dtype.element_ty))
             source = tl.multiple_of(source, 16) + turn * half
-            _collect(out, source, tl.load(entry + 4).to(tl.int32), tl.load(entry + 1).to(tl.int32),
+            collect(out, source, tl.load(entry + 4).to(tl.int32), tl.load(entry + 1).to(tl.int32),
                      tl.load(entry + 7).to(tl.int32), tl.load(entry + 2).to(tl.int32), n, BLOCK_M, BLOCK_N)  # fmt: skip
     tl.store(epochs + program, epoch)

@@ -6,6 +6,7 @@ where the table says and adds one to the counter of its parcel. The table is the
     row, rows, column, columns   the tile in the product
     place, stride                where its first element goes, in elements of `out`, and how far its rows lie apart
     parcel                       whose counter it adds to, or (WAITS) whose rows of `a` it waits for
+    expert                       GROUPED: which of several weights, b[expert], and of biases
 
 Memory ordering. A counter's add releases what the whole CTA stored for the tile (`_count`). Whoever waits for the
 parcel's count acquires all its tiles: a stream's memory operation, or a kernel's wait. Where tiles wait for rows, the
@@ -137,17 +138,64 @@ def store_tile(
 @triton.jit
 def multiply(
     a, b, row, column, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, expert=0, GROUPED: tl.constexpr = False,
 ):  # fmt: skip
-    """The main loop: one tile of a @ b."""
+    """The main loop: one tile of a @ b, or (GROUPED) of a @ b[expert].
+
+    Grouped weights are a descriptor of three dimensions, so that what lies behind the last row of one expert reads as
+    zeros and never as the next expert's.
+    """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(steps):
         x = a.load([row, step * BLOCK_K])
-        if TRANSPOSED:
+        if GROUPED:
+            if TRANSPOSED:
+                w = tl.reshape(b.load([expert, column, step * BLOCK_K]), (BLOCK_N, BLOCK_K)).T
+            else:
+                w = tl.reshape(b.load([expert, step * BLOCK_K, column]), (BLOCK_K, BLOCK_N))
+        elif TRANSPOSED:
             w = b.load([column, step * BLOCK_K]).T
         else:
             w = b.load([step * BLOCK_K, column])
         total = tl.dot(x, w, total)
+    return total
+
+
+@triton.jit
+def plain_multiply(
+    a, b, a_row, b_row, b_expert, row, rows, column, n, inner, expert, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """The same main loop for GPUs without TMA, by pointers: `b` [K, N] (TRANSPOSED: [N, K]), one for each expert where
+    GROUPED. Strides and the inner size are multiples of 8 elements and the memory is aligned, so that rows come 16
+    bytes at a time; so is `n`, or what a row holds beyond it may be read.
+    """
+    a_row, b_row, b_expert = a_row // 8 * 8, b_row // 8 * 8, b_expert // 8 * 8  # they are so: it tells the compiler
+    inner = inner // 8 * 8
+    down, across, along = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    first_a, first_b = tl.multiple_of(a, 16) + row.to(tl.int64) * a_row, tl.multiple_of(b, 16)
+    a_pointers = first_a + (down[:, None] * a_row.to(tl.int32) + along[None, :])
+    if GROUPED:
+        first_b += expert.to(tl.int64) * b_expert
+    left = tl.cdiv(n - column, 8) * 8
+    if TRANSPOSED:
+        b_pointers = first_b + column.to(tl.int64) * b_row + (across[:, None] * b_row.to(tl.int32) + along[None, :])
+        b_mask = (across < n - column)[:, None]
+    else:
+        b_pointers = first_b + column // 16 * 16 + (along[:, None] * b_row.to(tl.int32) + across[None, :])
+        b_mask = (across < left)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for first in range(0, inner, BLOCK_K):
+        here = along < inner - first
+        x = tl.load(a_pointers, mask=(down < rows)[:, None] & here[None, :], other=0.0)
+        if TRANSPOSED:
+            w = tl.load(b_pointers, mask=b_mask & here[None, :], other=0.0).T
+            b_pointers += BLOCK_K
+        else:
+            w = tl.load(b_pointers, mask=b_mask & here[:, None], other=0.0)
+            b_pointers += BLOCK_K * b_row
+        total = tl.dot(x, w, total)
+        a_pointers += BLOCK_K
     return total
 
 
@@ -159,9 +207,11 @@ def gemm_kernel(
     a, b, c, out, bias, table, counters, tiles: tl.int32, inner: tl.int32,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, SIGNAL: tl.constexpr, DEFER: tl.constexpr,
-    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, GROUPED: tl.constexpr = False, BIAS_ROW: tl.constexpr = 0,
 ):  # fmt: skip
     """`a` [M, K] and `b` ([K, N], or [N, K] if TRANSPOSED) are tensor descriptors; `c` one of `out` where BULK.
+
+    GROUPED: `b` is one for each expert, [E, ...], and biases of experts lie BIAS_ROW elements apart.
 
     The CTAs take tiles in fixed turns, and the loads of a tile run ahead into the epilogue of the one before. EVEN:
     places, strides and columns of all tiles are multiples of 8 elements. DEFER: a tile is counted in the epilogue of
@@ -174,13 +224,20 @@ def gemm_kernel(
     for position in tl.range(program, tiles, programs, flatten=True):
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-        total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
+        if GROUPED:
+            expert = tl.load(entry + 7).to(tl.int32)
+            total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, expert, True)
+        else:
+            total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
         entry = table + stored * ENTRY
         if SIGNAL and DEFER:
             if stored != program:
                 _count(finished, BULK)
-        store_tile(out, c, bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+        own_bias = bias
+        if GROUPED and BIAS:
+            own_bias += tl.load(entry + 7) * BIAS_ROW
+        store_tile(out, c, own_bias, total, entry, PARTS, BULK, EVEN, BIAS, ACTIVATION)
         finished = counters + tl.load(entry + 6).to(tl.int32) * WORD
         if SIGNAL and not DEFER:
             _count(finished, BULK)
@@ -231,6 +288,7 @@ def plain_gemm_kernel(
     b_row: tl.int64, b_column: tl.int64, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
     SIGNAL: tl.constexpr, WAITS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    GROUPED: tl.constexpr = False, BIAS_ROW: tl.constexpr = 0, b_expert=0,
 ):  # fmt: skip
     """The same for any strides and alignment, any dtype that tensor cores or FMAs take, and GPUs without TMA."""
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -246,6 +304,11 @@ def plain_gemm_kernel(
         down, across, along = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
         a_pointers = a + ((row + down)[:, None] * a_row + along[None, :] * a_column)
         b_pointers = b + (along[:, None] * b_row + (column + across)[None, :] * b_column)
+        own_bias = bias
+        if GROUPED:
+            expert = tl.load(entry + 7)
+            b_pointers += expert * b_expert
+            own_bias += expert * BIAS_ROW
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for first in range(0, inner, BLOCK_K):
             here = along < inner - first
@@ -254,7 +317,7 @@ def plain_gemm_kernel(
             total = tl.dot(x, w, total, input_precision="ieee")
             a_pointers += BLOCK_K * a_column
             b_pointers += BLOCK_K * b_row
-        store_tile(out, out, bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
+        store_tile(out, out, own_bias, total, entry, PARTS, False, EVEN, BIAS, ACTIVATION)
         if SIGNAL:
             _count(counter, False)
     if status != ARRIVED:

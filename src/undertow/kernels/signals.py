@@ -141,7 +141,7 @@ _RELAXED_32 = tl.constexpr(_STORE.value.replace("SEMANTICS", "relaxed").replace(
 
 
 @tl.core.builtin
-def _has_bulk_copies(_semantic=None):
+def has_bulk_copies(_semantic=None):
     """Whether the *compilation* target has TMA, which need not be the GPU present."""
     return tl.constexpr(int(_semantic.builder.options.arch.removeprefix("sm")) >= 90)
 
@@ -216,7 +216,7 @@ def proxy_fence():
     Needed after `signal_wait`, before a TMA load of bytes that a peer wrote with ordinary stores. Nothing on GPUs
     before sm_90, which have no bulk copies.
     """
-    if _has_bulk_copies():
+    if has_bulk_copies():
         tl.inline_asm_elementwise("fence.proxy.async.global; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -228,7 +228,7 @@ def tma_store_fence():
     visible to the issuing thread, the proxy fence orders them with its ordinary accesses; the barrier that follows is
     the signal's own. Nothing on GPUs before sm_90, which have no bulk copies.
     """
-    if _has_bulk_copies():
+    if has_bulk_copies():
         tl.inline_asm_elementwise(
             "cp.async.bulk.commit_group; cp.async.bulk.wait_group 0; fence.proxy.async; // $0",
             "=r",

@@ -3,10 +3,11 @@
     reference:  for each token t and each of its top experts e, with weight p:
                     y_t += p * (down_e @ (silu(gate_e @ x_t) * (up_e @ x_t)))
 
-Rank r holds experts r E/R ... (r + 1) E/R - 1 and tokens of its own. For each place e of a rank's experts:
+Rank r holds experts r E/R ... (r + 1) E/R - 1 and tokens of its own. Pairs of token and expert stand by expert, and so
+by rank; weights are grouped, one for each expert of a rank, and there is one call of each kind:
 
-    all_to_all_matmul    tokens of all ranks for their expert at place e arrive, and are multiplied as they do
-    matmul_all_to_all    what the expert made of them leaves for the ranks they came from as it is made
+    all_to_all_matmul    tokens of all ranks for this rank's experts arrive, and are multiplied as they do
+    matmul_all_to_all    what the experts made of them leaves for the ranks they came from as it is made
 
 `strategy` is that of the second; the first, which has fewer grains, is `chunked` where that is signaled. How many
 tokens go where is told once for each call. That number is data, so this layer is no one graph of a compiler.
@@ -74,26 +75,21 @@ class ExpertParallelMLP(Sharded):
         order = chosen.view(-1).argsort(stable=True)  # pairs of token and expert, by expert
         counts = torch.bincount(chosen.view(-1), minlength=self.experts).tolist()
         everyones = named(self.group_name).exchange(counts, "tokens for each expert")
-        pairs = torch.split(order, counts)
         here = self.experts // self.ranks
-        y = torch.zeros_like(tokens)
-        for place in range(here):
-            mine = torch.cat(pairs[place::here])  # for this place of rank 0, of rank 1, ...
-            splits = [list(row[place::here]) for row in everyones]
-            token = mine // self.top_k
-            back = self._expert(tokens[token], place, splits)
-            y = y.index_add(0, token, back * weights.view(-1)[mine].unsqueeze(-1))
+        sizes = [[row[rank * here : (rank + 1) * here] for rank in range(self.ranks)] for row in everyones]
+        token = order // self.top_k
+        back = self._experts(tokens[token], sizes)
+        y = torch.zeros_like(tokens).index_add(0, token, back * weights.view(-1)[order].unsqueeze(-1))
         return y.view(x.shape)
 
-    def _expert(self, rows: torch.Tensor, place: int, splits: Sequence[Sequence[int]]) -> torch.Tensor:
-        """What the experts at this place of all ranks make of the rows that this rank has for them."""
-        group, strategy = self.group_name, self.strategy
-        there = mirrored_strategy(strategy)
-        both = all_to_all_matmul(rows, self.gate_up[place].t(), splits, group=group, strategy=there)
+    def _experts(self, rows: torch.Tensor, sizes: Sequence[Sequence[Sequence[int]]]) -> torch.Tensor:
+        """What the experts of all ranks make of the rows that this rank has for them: sizes[sender][rank][expert]."""
+        group, there = self.group_name, mirrored_strategy(self.strategy)
+        both = all_to_all_matmul(rows, self.gate_up.mT, group_sizes=sizes, group=group, strategy=there)
         gate, up = both.chunk(2, -1)
         hidden = torch.nn.functional.silu(gate) * up
-        back = [list(column) for column in zip(*splits, strict=True)]
-        return matmul_all_to_all(hidden, self.down[place].t(), back, group=group, strategy=strategy)
+        home = [list(column) for column in zip(*sizes, strict=True)]
+        return matmul_all_to_all(hidden, self.down.mT, group_sizes=home, group=group, strategy=self.strategy)
 
 
 def _uniform(shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None) -> torch.Tensor:

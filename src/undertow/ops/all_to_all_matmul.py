@@ -3,12 +3,17 @@
 | tensor | shape on each rank |
 |---|---|
 | x | [sum over destinations d of splits[r][d], K]: rows for rank 0, then rows for rank 1, ... |
-| w | [K, N], each rank its own |
+| w | [K, N], each rank its own; or [experts, K, N], one for each of the rank's experts |
 | y | [sum over sources s of splits[s][r], N]: rows from rank 0, then rows from rank 1, ... |
 
+With grouped weights, rows for a rank stand by its experts, group_sizes[d][e] for expert e of rank d:
+
+    x     rows for expert 0 of rank 0, for expert 1 of rank 0, ...; for expert 0 of rank 1, ...
+    y     rows from rank 0 for expert 0, for expert 1, ...; rows from rank 1 for expert 0, ...
+
 The mirror image of `matmul_all_to_all`, and its gradient: there rows leave as they are made, here they are multiplied
-as they arrive. `serial`; `chunked`, where a parcel holds a fraction of every sender's rows; and, on a CPU, `fused`: the
-thread that computes puts its rows where they are for, band by band, and multiplies each band that has come.
+as they arrive. `serial`; `chunked`, where a parcel holds a fraction of every sender's rows; and `fused`: who computes
+puts rows where they are for, band by band, and multiplies each band that has come.
 
     communication   | parcel 0 | parcel 1 | parcel 2 | ...
     compute                    | rows of 0 | rows of 1 | ...
@@ -19,7 +24,6 @@ where a rank is alone.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,19 +32,20 @@ import torch
 from ..collective.carry import Carrier
 from ..fabric.group import Group
 from ..fabric.registry import as_group
-from ..plan.defaults import default_plan
-from ..plan.plan import Plan, parse_strategy
+from ..plan.fused import why_not_bands
 from ..plan.problem import Problem
-from . import fused_cpu
+from ..plan.tokens import Tokens
 from . import gradients as _gradients  # noqa: F401 - registers them
 from .all_gather_matmul import bring_and_multiply
 from .beside import Arriving
-from .choose import refuse_fused
+from .choose import unmeasured
 from .differentiable import autocast, differentiable, finished, name_of, refuse_in_place
-from .explain import Choice, Explanation, remember
+from .explain import Explanation, remember
 from .finish import Finish, check_finish
+from .fused import arrive
+from .grouped import GroupSizes, Splits, tokens_of
 from .library import all_to_all_matmul as operator
-from .matmul_all_to_all import Splits, flat_splits, row_pieces, split_matrix
+from .matmul_all_to_all import flat_splits, row_pieces, told
 from .operands import check_factors, dtype_name, output
 from .overlap import half_way
 from .product import RowProduct
@@ -50,10 +55,24 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from ..fabric.base import Lane
+    from ..plan.plan import Plan
 
 OPERATOR = "all_to_all_matmul"
 GRAINS = ("serial", "chunked", "fused")
-_SHOWN = 48  # characters of a matrix of splits that a message shows
+
+
+def grouped_reference(
+    xs: Sequence[torch.Tensor], ws: Sequence[torch.Tensor], group_sizes: Sequence[Sequence[Sequence[int]]]
+) -> list[torch.Tensor]:
+    """The meaning of grouped weights: group_sizes[sender][destination][expert], w [experts, K, N] of each receiver."""
+    received: list[list[torch.Tensor]] = [[] for _ in xs]
+    for x, sizes in zip(xs, group_sizes, strict=True):
+        row = 0
+        for destination, counts in enumerate(sizes):
+            for expert, count in enumerate(counts):
+                received[destination].append(x[row : row + count] @ ws[destination][expert])
+                row += count
+    return [torch.cat(rows) for rows in received]
 
 
 def reference(
@@ -69,6 +88,7 @@ def all_to_all_matmul(
     w: torch.Tensor,
     splits: Splits = None,
     *,
+    group_sizes: GroupSizes = None,
     bias: torch.Tensor | None = None,
     activation: str = "none",
     group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
@@ -78,68 +98,69 @@ def all_to_all_matmul(
     """The rows that all ranks have for this one, in the order of the senders, @ w -> [rows, N].
 
     `splits` as in `matmul_all_to_all`: rows for each rank, or the matrix splits[sender][destination], or None.
+
+    w [experts, K, N] is one weight for each of this rank's experts; the same number on all ranks. Then `group_sizes`,
+    in place of `splits`, are the rows of x for each expert of each rank, [rank][expert], zeros allowed; or those of all
+    ranks, [sender][rank][expert], which spares ranks from telling each other. `bias` is [experts, N] then.
     """
     x, w, bias = autocast(x, w, bias)
     if differentiable(x, w, bias):
         refuse_in_place(out=out)
-        told = flat_splits(splits, x.shape[0], group)
-        y, _ = operator(x, w, bias, told, name_of(group), strategy)
+        counts = flat_splits(splits, group_sizes, x, w, group)
+        y, _ = operator(x, w, bias, counts, name_of(group), strategy)
         return finished(y, activation)
-    return call(x, w, splits, bias, activation, as_group(group), strategy, out)[0]
+    on = as_group(group)
+    check_factors(x, w, on, grouped=True)
+    tokens = tokens_of(splits, group_sizes, w, x.shape[0], on)
+    return call(x, w, tokens, bias, activation, on, strategy, out, keep=False)[0]
 
 
 def call(
     x: torch.Tensor,
     w: torch.Tensor,
-    splits: Splits,
+    tokens: Tokens,
     bias: torch.Tensor | None,
     activation: str,
     on: Group,
     strategy: str,
     out: torch.Tensor | None = None,
     arriving: Arriving | None = None,
+    keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator without gradients, and the rows that came. `arriving` takes part of every parcel of them."""
-    check_factors(x, w, on)
-    n, k = w.shape[1], x.shape[1]
-    check_finish(bias, activation, n, x)
-    matrix = split_matrix(splits, x.shape[0], on)
-    received = x.new_empty(sum(row[on.rank] for row in matrix), k)
+    """The operator without gradients, and the rows that came, unless nobody wants to `keep` them.
+
+    `arriving` takes part of every parcel of them.
+    """
+    check_factors(x, w, on, grouped=True)
+    n, k, experts = w.shape[-1], x.shape[1], w.shape[0] if w.dim() == 3 else None
+    check_finish(bias, activation, n, x, experts)
+    received = x.new_empty(sum(row[on.rank] for row in tokens.matrix), k)
     y = output(out, (received.shape[0], n), x, w)
     # Planned as its mirror image, which sends as many bytes and multiplies as much.
     mirrored = Problem.for_splits(
-        [list(column) for column in zip(*matrix, strict=True)], k, n, dtype=dtype_name(x), device=x.device.type,
-        multiprocessors=on.fabric.multiprocessors,
+        tokens.back.matrix, k, n, dtype=dtype_name(x), device=x.device.type,
+        multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies,
     )  # fmt: skip
-    plan, reason = _planned(mirrored, on, strategy)
-    told = str(matrix) if len(str(matrix)) <= _SHOWN else f"of checksum {zlib.crc32(str(matrix).encode()):08x}"
-    with on.call(OPERATOR, f"splits {told}, K {k}, {dtype_name(x)}", f"{plan.name} {plan.digest}") as number:
+    choice = unmeasured(mirrored, on, strategy, GRAINS, tokens.usual_rows, k, "this operator")
+    plan = choice.plan
+    with on.call(OPERATOR, f"{told(tokens)}, K {k}, {dtype_name(x)}", f"{plan.name} {plan.digest}") as number:
         lane = on.fabric.lane(plan.lane)
         with on.fabric.guarded_call((y,)):
-            _run(x, w, received, y, matrix, plan, Finish(bias, activation), on, lane, arriving)
+            _run(x, w, received, y, tokens, plan, Finish(bias, activation), on, lane, arriving, keep)
         shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-        remember(Explanation(OPERATOR, shape, on.name, number, strategy, Choice(plan, reason)))
+        remember(Explanation(OPERATOR, shape, on.name, number, strategy, choice))
     return y, received
 
 
-def mirrored_strategy(strategy: str) -> str:
-    """For the other half of a `matmul_all_to_all` of that strategy: its lane, and `chunked` for what overlaps there."""
+def mirrored_strategy(strategy: str, x: torch.Tensor | None = None) -> str:
+    """For the other half of a `matmul_all_to_all` of that strategy: its lane, and `chunked` for what overlaps there.
+
+    So too for a gradient x [M, K] whose rows no fused kernel brings (K no multiple of 8), where the other half can be.
+    """
     grain, colon, lane = strategy.partition(":")
+    if grain == "fused" and x is not None and x.device.type == "cuda" and why_not_bands(x.shape[1]):
+        return f"chunked{colon}{lane}"
     return strategy if grain in ("auto", *GRAINS) else f"chunked{colon}{lane}"
-
-
-def _planned(problem: Problem, group: Group, strategy: str) -> tuple[Plan, str]:
-    lanes = group.fabric.lanes()
-    near = "net" if lanes["peer"] else "peer"
-    if strategy == "auto":
-        grain = "chunked" if group.size > 1 else "serial"
-        return default_plan(
-            problem, grain, near
-        ), "Nothing is measured for this operator: rows are multiplied as they come."
-    grain, lane = parse_strategy(strategy, GRAINS, lanes, near)
-    if grain == "fused":
-        refuse_fused(strategy, problem, lane, group)
-    return default_plan(problem, grain, lane), "The strategy was given."
 
 
 def _run(
@@ -147,26 +168,26 @@ def _run(
     w: torch.Tensor,
     received: torch.Tensor,
     y: torch.Tensor,
-    matrix: Sequence[Sequence[int]],
+    tokens: Tokens,
     plan: Plan,
     finish: Finish,
     on: Group,
     lane: Lane,
     arriving: Arriving | None,
+    keep: bool,
 ) -> None:
     if plan.grain == "fused":
-        call = fused_cpu.arrive(x, w, received, y, matrix, plan, finish, on.fabric, arriving)
-        with half_way(on):
-            call()
+        arrive(x, w, received, y, tokens, plan, finish, on.fabric, arriving, keep)
         return
-    rank, k = on.rank, x.shape[1]
+    rank, k, matrix = on.rank, x.shape[1], tokens.matrix
     x = x.contiguous()
     shards = [row[rank] for row in matrix]
     leaving, coming = row_pieces(matrix[rank], k, plan), row_pieces(shards, k, plan)
     rows = row_pieces(shards, 1, plan)
     cuts = [row_pieces(row, k, plan) for row in matrix]
     carrier = Carrier(on.fabric, lane, x, max(count for cut in cuts for parcel in cut for _, count in parcel))
-    product = RowProduct(on.fabric, plan, received, w, y, rows, None if finish.nothing else finish)
+    epilogue = None if finish.nothing else finish
+    product = RowProduct(on.fabric, plan, received, w, y, rows, epilogue, tokens.arriving(rank))
 
     def bring(parcel: int) -> None:
         parts = [x.view(-1)[first : first + count] for first, count in leaving[parcel]]

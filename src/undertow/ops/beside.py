@@ -20,9 +20,11 @@ import torch
 
 from ..fabric import timeline
 from ..plan.plan import split
+from .grouped import bias_gradient, rows_of, weight_of
 
 if TYPE_CHECKING:
     from ..collective.carry import Carrier
+    from ..plan.tokens import Block
 
 _HALVES = (torch.float16, torch.bfloat16)
 _PARCELS = 4  # in which rows are gathered again: each needs room for one parcel only
@@ -34,26 +36,29 @@ class Arriving:
     16-bit sums are kept in fp32 between parcels, and rounded once more in the end.
     """
 
-    def __init__(self, x: torch.Tensor) -> None:
-        self._x = x
+    def __init__(self, x: torch.Tensor, blocks: Sequence[Block] = (), experts: int = 0) -> None:
+        """`experts`: how many weights there are, dw [experts, K, N]; 0: one. `blocks`: which rows are whose."""
+        self._x, self._blocks, self._experts = x, blocks, experts
         self._z = self._total = x
 
     def begin(self, z: torch.Tensor) -> None:
         """z [M, N], whose rows are still to come. May be called again: then everything starts anew."""
         wide = torch.float32 if z.dtype in _HALVES else z.dtype
-        self._z, self._total = z, z.new_zeros(self._x.shape[1], z.shape[1], dtype=wide)
+        shape = (self._experts,) * (self._experts > 0) + (self._x.shape[1], z.shape[1])
+        self._z, self._total = z, z.new_zeros(shape, dtype=wide)
 
     def add(self, rows: Sequence[tuple[int, int]]) -> None:
         """Rows (first, count) of z are here."""
         for first, count in rows:
             if not count:
                 continue
-            x, z = self._x[first : first + count], self._z[first : first + count]
-            with timeline.event("weight gradient", engine="compute", rows=count):
-                if self._total.dtype == z.dtype:
-                    self._total.addmm_(x.t(), z)
-                else:
-                    self._total += x.t() @ z
+            for row, part, expert in rows_of(self._total, self._blocks, first, count):
+                x, z, total = self._x[row : row + part], self._z[row : row + part], weight_of(self._total, expert)
+                with timeline.event("weight gradient", engine="compute", rows=part):
+                    if total.dtype == z.dtype:
+                        total.addmm_(x.t(), z)
+                    else:
+                        total += x.t() @ z
 
     @property
     def weight(self) -> torch.Tensor:
@@ -61,7 +66,7 @@ class Arriving:
 
     @property
     def bias(self) -> torch.Tensor:
-        return self._z.sum(0)
+        return bias_gradient(self._z, self._blocks, self._experts) if self._experts else self._z.sum(0)
 
 
 @dataclass(frozen=True)

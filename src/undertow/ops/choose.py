@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import StrategyUnavailable
 from ..plan import fused
-from ..plan.defaults import default_plan
+from ..plan.defaults import default_plan, tokens_plan
 from ..plan.plan import EMBEDDING, Plan, parse_strategy
 from .explain import Choice, Explanation, remember
 from .fused import unavailable
@@ -33,7 +33,8 @@ class Request:
     the whole call with a plan over a lane and leaves the result in `output`; `matmul` only multiplies, to be timed.
     `run_program` does the whole call where a collective program moves the parcels. `changed`: tensors of the caller
     that a call reads and then overwrites, so that a second call would give another result. `grains`: those that the
-    operator has; `lane`: the one of a strategy that names none.
+    operator has; `lane`: the one of a strategy that names none. `unmeasured`: the choice for a strategy where the
+    planner does not know the problem.
     """
 
     problem: Problem
@@ -47,6 +48,7 @@ class Request:
     changed: tuple[torch.Tensor, ...] = ()
     grains: tuple[str, ...] = GRAINS
     lane: str = "net"
+    unmeasured: Callable[[str], Choice] | None = None
 
     def execute(self, plan: Plan) -> None:
         """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""
@@ -93,6 +95,8 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         if plan.grain == "fused" and problem.operator != EMBEDDING:
             refuse_fused(plan.name, problem, plan.lane, request.group)
         return Choice(plan, "The plan was given.")
+    if request.unmeasured is not None:
+        return request.unmeasured(strategy)
     if strategy == "auto":
         from .tuning import auto
 
@@ -106,9 +110,31 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
     return Choice(made, "The strategy was given.")
 
 
-def refuse_fused(strategy: str, problem: Problem, lane: str, group: Group) -> None:
+def unmeasured(
+    problem: Problem, group: Group, strategy: str, grains: tuple[str, ...], rows: int, inner: int | None, what: str
+) -> Choice:
+    """The choice where the planner measures nothing: for `what`, in blocks of about so many rows.
+
+    `auto` is `chunked` over `peer` where all ranks stand on one node, else over `net`; alone, `serial`. `inner`: where
+    rows are multiplied after they arrived, their elements.
+    """
+    lanes = group.fabric.lanes()
+    near = "net" if lanes["peer"] else "peer"
+    if strategy == "auto":
+        grain = "chunked" if group.size > 1 else "serial"
+        reason = f"Nothing is measured for {what}: rows move while others are multiplied."
+        return Choice(default_plan(problem, grain, near), reason)
+    grain, lane = parse_strategy(strategy, grains, lanes, near)
+    if grain != "fused":
+        return Choice(default_plan(problem, grain, lane), "The strategy was given.")
+    no_bands = fused.why_not_bands(inner) if inner is not None and problem.device == "cuda" else ""
+    refuse_fused(strategy, problem, lane, group, no_bands)
+    return Choice(tokens_plan(problem, lane, rows, inner), "The strategy was given.")
+
+
+def refuse_fused(strategy: str, problem: Problem, lane: str, group: Group, reason: str = "") -> None:
     """Refuse, by one sentence, a fused call that no kernel can do. Nothing else runs in its place."""
-    reason = fused.why_not(problem, lane) or unavailable(group)
+    reason = fused.why_not(problem, lane) or reason or unavailable(group)
     if reason:
         lanes = group.fabric.lanes()
         there = [one for one in ("peer", "dma", "net") if not lanes[one]]

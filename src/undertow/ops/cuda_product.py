@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric
     from ..plan.plan import Plan
     from ..plan.problem import Problem
+    from ..plan.tiles import TileGrid
 
 _WORD = 32  # int32 words between two counters
 _KEPT = 256  # tables of a group: shapes may differ from call to call
@@ -47,10 +48,10 @@ class Factor:
     @property
     def bulk(self) -> bool:
         """Whether TMA can read it."""
-        row, one = self.tensor.stride()
+        *rows, one = self.tensor.stride()
         size = self.tensor.element_size()
         return (
-            one == 1 and self.tensor.numel() > 0 and row * size % _TMA_ALIGNMENT == 0
+            one == 1 and self.tensor.numel() > 0 and all(row * size % _TMA_ALIGNMENT == 0 for row in rows)
             and self.tensor.data_ptr() % _TMA_ALIGNMENT == 0
         )  # fmt: skip
 
@@ -68,8 +69,11 @@ class CudaTileProduct(Product):
         buffer: torch.Tensor,
         finish: Finish | None,
         numbers: NDArray[np.int64] | None = None,
+        grid: TileGrid | None = None,
     ) -> None:
         """`numbers[shard, parcel]`: for a collective program, which numbers the parcels its own way.
+
+        `grid`: tiles that are not the problem's own: where w [experts, K, N] has one weight for each expert.
 
         It waits for all of them with one value, so a counter begins at 1 - its tiles and is complete at 1.
         """
@@ -81,8 +85,8 @@ class CudaTileProduct(Product):
         self._fabric, self._plan, self._buffer, self._finish = fabric, plan, buffer, finish
         self._x, self._w = x, w
         self.waits_for_rows = problem.operator == "all_gather_matmul"
-        grid, rank = problem.grid(plan), fabric.group.rank
-        key: tuple[object, ...] = ("tiles", problem.key, problem.shards, plan.digest, rank)
+        grid, rank = grid or problem.grid(plan), fabric.group.rank
+        key: tuple[object, ...] = ("tiles", problem.key, problem.shards, grid.blocks, plan.digest, rank)
         self._begin: torch.Tensor | None = None
         if numbers is None:
             self._tiles = reorder.parcel_tiles(grid, plan, rank)
@@ -105,10 +109,10 @@ class CudaTileProduct(Product):
         self._fetched = self._counters[_WORD * parcels :]
         full = problem.n * x.element_size() % _TMA_ALIGNMENT == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
         if plan.layout == "natural":  # the descriptor ends where the matrix does
-            whole = all(rows % plan.tile[0] == 0 for rows in problem.shards[:-1])
+            whole = bool((grid.bands[:-1, 1] == plan.tile[0]).all())
             self._stored_as = problem.m, problem.n
         else:  # tile below tile, each complete
-            whole = all(rows % plan.tile[0] == 0 for rows in problem.shards) and problem.n % plan.tile[1] == 0
+            whole = bool((grid.bands[:, 1] == plan.tile[0]).all()) and problem.n % plan.tile[1] == 0
             self._stored_as = buffer.numel() // plan.tile[1], plan.tile[1]
         self._bulk_stores = full and whole and buffer.numel() > 0
         self._even = problem.n % 8 == 0 and plan.tile[1] % 8 == 0 and buffer.data_ptr() % _TMA_ALIGNMENT == 0
@@ -158,12 +162,14 @@ class CudaTileProduct(Product):
         ends = (guard.abort, guard.error, int(self._fabric.group.deadline * 1e9))
         grid = (max(1, min(tiles, self._plan.share.multiprocessors or self._fabric.multiprocessors)),)
         given = self._buffer if bias is None else bias.contiguous()
-        x, w = Factor(rows_contiguous(self._x), False), as_factor(self._w)
+        x, w, grouped = Factor(rows_contiguous(self._x), False), as_factor(self._w), self._w.dim() == 3
+        if grouped:
+            shared |= {"GROUPED": True, "BIAS_ROW": self._w.shape[2]}
         kernel: Any
         if x.tensor.dtype in _HALVES and x.bulk and w.bulk and _has_tma(self._fabric.device) and block_m in _BLOCK_K:
             block_k = _BLOCK_K[block_m]
             parts = 2 if self._bulk_stores else 4
-            block_b = [block_n, block_k] if w.transposed else [block_k, block_n]
+            block_b = [1] * grouped + ([block_n, block_k] if w.transposed else [block_k, block_n])
             c: Any = self._counters
             if self._bulk_stores:
                 c = TensorDescriptor.from_tensor(self._buffer.view(self._stored_as), [block_m, block_n // parts])
@@ -186,8 +192,8 @@ class CudaTileProduct(Product):
         kernel = gemm.plain_gemm_kernel
         kernel[grid](
             self._x, self._w, self._buffer, given, self._table, self._counters, tiles, inner, *self._x.stride(),
-            *self._w.stride(), *ends, BLOCK_K=32, PARTS=2 if block_n <= 128 else 4, WAITS=self.waits_for_rows,
-            SIGNAL=not self.waits_for_rows,
+            *self._w.stride()[-2:], *ends, BLOCK_K=32, PARTS=2 if block_n <= 128 else 4, WAITS=self.waits_for_rows,
+            SIGNAL=not self.waits_for_rows, b_expert=self._w.stride(0) if grouped else 0,
             num_warps=8 if block_m * block_n > 128 * 64 else 4, num_stages=2, **shared,
         )  # fmt: skip
 
@@ -244,11 +250,11 @@ def rows_contiguous(x: torch.Tensor) -> torch.Tensor:
 
 
 def as_factor(w: torch.Tensor) -> Factor:
-    """w [K, N] as it lies: by rows, by columns, or copied."""
-    if w.stride(1) == 1:
+    """w [K, N], or one for each expert, as it lies: by rows, by columns, or copied."""
+    if w.stride(-1) == 1:
         return Factor(w, False)
-    if w.stride(0) == 1:
-        return Factor(w.t(), True)
+    if w.stride(-2) == 1:
+        return Factor(w.mT, True)
     return Factor(w.contiguous(), False)
 
 

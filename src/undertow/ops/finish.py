@@ -103,12 +103,16 @@ class Finish:
             self.sum(y.view(-1), [y.view(-1)])
 
 
-def check_finish(bias: torch.Tensor | None, activation: str, columns: int, like: torch.Tensor) -> None:
+def check_finish(
+    bias: torch.Tensor | None, activation: str, columns: int, like: torch.Tensor, experts: int | None = None
+) -> None:
+    """`experts`: where each has a weight, and so a bias, of its own."""
+    wanted = (columns,) if experts is None else (experts, columns)
     if activation not in ACTIVATIONS:
         raise InvalidArgument(argument="activation", was=repr(activation), must=f"one of {', '.join(ACTIVATIONS)}")
-    if bias is not None and (tuple(bias.shape) != (columns,) or bias.dtype != like.dtype or bias.device != like.device):
+    if bias is not None and (tuple(bias.shape) != wanted or bias.dtype != like.dtype or bias.device != like.device):
         was = f"{list(bias.shape)} {bias.dtype} on {bias.device}"
-        raise InvalidArgument(argument="bias", was=was, must=f"[{columns}] {like.dtype} on {like.device}")
+        raise InvalidArgument(argument="bias", was=was, must=f"{list(wanted)} {like.dtype} on {like.device}")
 
 
 def finish_text(bias: torch.Tensor | None, activation: str) -> str:

@@ -7,7 +7,7 @@ carry anything beside it, and its one kernel holds all SMs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..fabric.group import Group
     from ..plan.plan import Plan
     from ..plan.problem import Problem
+    from ..plan.tokens import Tokens
     from .beside import Arriving, Beside
     from .finish import Finish
 
@@ -31,8 +32,8 @@ def unavailable(group: Group) -> str:
         return group.fabric.unknown_sharers
     if group.device.type == "cpu":
         return ""
-    if torch.cuda.get_device_capability(group.device)[0] < 9:
-        return "the fused kernels need TMA, which GPUs before sm_90 do not have"
+    if torch.cuda.get_device_capability(group.device)[0] < 8:
+        return "the fused kernels multiply bfloat16 on tensor cores, which GPUs before sm_80 do not"
     return ""
 
 
@@ -62,20 +63,23 @@ def run(
     lane: Lane,
     beside: Beside | None = None,
     arriving: Arriving | None = None,
-    matrix: Sequence[Sequence[int]] | None = None,
+    tokens: Tokens | None = None,
 ) -> None:
-    """One call by the plan. `matrix`: the splits of an all_to_all."""
+    """One call by the plan. `tokens`: the rows of an all_to_all."""
     # Room and kernels first: what cannot be had is refused before anything moves, and ends no group.
     call: Callable[[], None]
     if fabric.group.device.type == "cuda":
-        from . import fused_cuda
+        from . import fused_cuda, tokens_cuda
 
-        call = fused_cuda.prepare(x, w, y, problem, plan, finish, fabric, arriving)
+        if tokens is not None:
+            call = tokens_cuda.exchange(x, w, y, tokens, plan, finish, fabric)
+        else:
+            call = fused_cuda.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     else:
-        from . import fused_cpu
+        from . import fused_cpu, tokens_cpu
 
-        if matrix is not None:
-            call = fused_cpu.exchange(x, w, y, matrix, problem, plan, finish, fabric)
+        if tokens is not None:
+            call = tokens_cpu.exchange(x, w, y, tokens, plan, finish, fabric)
         else:
             call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     with half_way(fabric.group):
@@ -84,4 +88,30 @@ def run(
                 beside.bring(Carrier(fabric, lane, y, beside.longest))
                 lane.flush()
             beside.compute()
+        call()
+
+
+def arrive(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    received: torch.Tensor,
+    y: torch.Tensor,
+    tokens: Tokens,
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    arriving: Arriving | None,
+    keep: bool,
+) -> None:
+    """One all_to_all_matmul by the plan. `keep`: the rows that came are wanted in `received`."""
+    call: Callable[[], None]
+    if fabric.group.device.type == "cuda":
+        from . import tokens_cuda
+
+        call = tokens_cuda.arrive(x, w, received, y, tokens, plan, finish, fabric, arriving, keep)
+    else:
+        from . import tokens_cpu
+
+        call = tokens_cpu.arrive(x, w, received, y, tokens, plan, finish, fabric, arriving)
+    with half_way(fabric.group):
         call()

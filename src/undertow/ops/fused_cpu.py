@@ -10,9 +10,7 @@ plan means is tested without a GPU:
     gather   for rank r - 1, r - 2, ...: its rows r = x, band after band
              for tile of own rows, then of ranks r + 1, ...: wait for the band, y = finish(x @ w)
     decode   for block of columns, part of K: slot of every rank = x @ w;   y = finish(sum over all slots)
-    exchange for tile of the rows for ranks r + 1, ...: rows of the receiver = finish(x @ w); then all rows are there
-    arrive   for band of the rows for ranks r - 1, ...: rows of the receiver = x
-             for band of own rows, then of those from ranks r + 1, ...: wait for it, y = finish(rows @ w)
+    Rows that change ranks (all_to_all): `tokens_cpu.py`.
 
 Memory and words are used in turn by two calls. A call announces itself to all; nobody writes for call n before the
 receiver has announced call n - 1, which it does when it is over with call n - 2. A call is over when all that was told
@@ -46,7 +44,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
-class _Stage:
+class Stage:
     """Two halves of `half` elements on every rank, a word of every rank for calls begun, 2 × `words`, the call."""
 
     data: SymmetricBuffer
@@ -56,12 +54,12 @@ class _Stage:
     epoch: int = 0
 
 
-def _room(fabric: Fabric, kind: str, dtype: torch.dtype, elements: int, words: int) -> _Stage:
+def room(fabric: Fabric, kind: str, dtype: torch.dtype, elements: int, words: int) -> Stage:
     """The stage for calls of `kind` with so many elements and words in a half, the same on all ranks.
 
     Collective where it is made or grown. What cannot be allocated on one rank is refused on all, and ends nothing.
     """
-    stages: dict[tuple[str, torch.dtype], _Stage] = fabric.kept.setdefault(id(_STAGES), {})  # type: ignore[assignment]
+    stages: dict[tuple[str, torch.dtype], Stage] = fabric.kept.setdefault(id(_STAGES), {})  # type: ignore[assignment]
     stage = stages.get((kind, dtype))
     if stage is not None and stage.half >= elements and stage.words >= words:
         return stage
@@ -78,15 +76,15 @@ def _room(fabric: Fabric, kind: str, dtype: torch.dtype, elements: int, words: i
     except BaseException:
         data.release()
         raise
-    stage = stages[kind, dtype] = _Stage(data, half, signals, held)
+    stage = stages[kind, dtype] = Stage(data, half, signals, held)
     fabric.group.barrier()
     return stage
 
 
-class _Turn:
+class Turn:
     """One call on a stage."""
 
-    def __init__(self, group: Group, stage: _Stage) -> None:
+    def __init__(self, group: Group, stage: Stage) -> None:
         self.size, self.rank = group.size, group.rank
         stage.epoch += 1
         self._stage, self._base = stage, (stage.epoch & 1) * stage.half
@@ -160,38 +158,38 @@ def _scatter(
     padded = fused.padded_rows(shards, plan)
     plane = padded * n
     lines = sum(-(-rows // plan.tile[0]) for rows in shards) * -(-n // plan.tile[1])
-    stage = _room(fabric, "scatter", x.dtype, (size + 1) * plane, lines * (size + 1))
+    stage = room(fabric, "scatter", x.dtype, (size + 1) * plane, lines * (size + 1))
 
     def call() -> None:
-        turn = _Turn(fabric.group, stage)
+        turn = Turn(fabric.group, stage)
         table = fused.scatter_table(shards, n, plan, rank, broadcast).tolist()
         sums = size * plane  # where a rank keeps what it has summed
         for row, rows, column, columns, shard_row, line, owner, out_row in table:
             if owner == rank:
                 turn.open_all()  # others may have read sums here
             turn.open(owner)
-            slot = _part(turn.slot(owner, rank * plane, padded, n), shard_row, rows, column, columns)
-            _multiply(x[row : row + rows], w[:, column : column + columns], slot)
+            slot = part_of(turn.slot(owner, rank * plane, padded, n), shard_row, rows, column, columns)
+            multiply_tile(x[row : row + rows], w[:, column : column + columns], slot)
             turn.tell(owner, line * size + rank)
             if owner != rank:
                 continue
             parts = []
             for source in range(size):
                 turn.wait(line * size + source, source)
-                parts.append(_part(turn.slot(rank, source * plane, padded, n), shard_row, rows, column, columns))
-            out = _part(y, out_row, rows, column, columns)
+                parts.append(part_of(turn.slot(rank, source * plane, padded, n), shard_row, rows, column, columns))
+            out = part_of(y, out_row, rows, column, columns)
             with timeline.event("sum", engine="communication", bytes=out.nbytes):
                 _sum(out, parts, finish, column)
             if broadcast:
-                _part(turn.slot(rank, sums, padded, n), shard_row, rows, column, columns).copy_(out)
+                part_of(turn.slot(rank, sums, padded, n), shard_row, rows, column, columns).copy_(out)
                 for peer in range(size):
                     turn.tell(peer, lines * size + line)
         if broadcast:
             for _, rows, column, columns, shard_row, line, owner, out_row in table:
                 if owner != rank:
                     turn.wait(lines * size + line, owner)
-                    summed = _part(turn.slot(owner, sums, padded, n), shard_row, rows, column, columns)
-                    _part(y, out_row, rows, column, columns).copy_(summed)
+                    summed = part_of(turn.slot(owner, sums, padded, n), shard_row, rows, column, columns)
+                    part_of(y, out_row, rows, column, columns).copy_(summed)
 
     return call
 
@@ -212,10 +210,10 @@ def _gather(
     bands = [-(-rows // block_m) for rows in shards]
     firsts = [sum(shards[:source]) for source in range(size)]
     parts = max(1, fused.parts(plan, k))
-    stage = _room(fabric, "gather", x.dtype, problem.m * k, sum(bands) * parts)
+    stage = room(fabric, "gather", x.dtype, problem.m * k, sum(bands) * parts)
 
     def call() -> None:
-        turn = _Turn(fabric.group, stage)
+        turn = Turn(fabric.group, stage)
         gathered = turn.slot(rank, 0, problem.m, k)
         gathered[firsts[rank] : firsts[rank] + shards[rank]] = x
         if arriving is not None:
@@ -248,8 +246,8 @@ def _gather(
                 position += 1
                 awaited(source, line)
                 first = row + (firsts[rank] if source == rank else 0)
-                out = _part(y, first, rows, column, columns)
-                _multiply(gathered[first : first + rows], w[:, column : column + columns], out, finish, column)
+                out = part_of(y, first, rows, column, columns)
+                multiply_tile(gathered[first : first + rows], w[:, column : column + columns], out, finish, column)
             if arriving is not None:
                 for band in range(bands[source]):
                     awaited(source, sum(bands[:source]) + band)
@@ -269,10 +267,10 @@ def _decode(
     block_n, parts = plan.tile[1], plan.split
     blocks = -(-n // block_n)
     plane, sources = m * n, size * parts
-    stage = _room(fabric, "decode", x.dtype, sources * plane, blocks * sources)
+    stage = room(fabric, "decode", x.dtype, sources * plane, blocks * sources)
 
     def call() -> None:
-        turn = _Turn(fabric.group, stage)
+        turn = Turn(fabric.group, stage)
         inner = -(-x.shape[1] // parts)
         for block in range(blocks):
             column, columns = block * block_n, min(block_n, n - block * block_n)
@@ -296,105 +294,11 @@ def _decode(
     return call
 
 
-def exchange(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    y: torch.Tensor,
-    matrix: Sequence[Sequence[int]],
-    problem: Problem,
-    plan: Plan,
-    finish: Finish,
-    fabric: Fabric,
-) -> Callable[[], None]:
-    """matmul_all_to_all: `matrix[sender][receiver]` rows. The sender finishes them."""
-    assert plan.tile is not None
-    rank, size, n = fabric.group.rank, fabric.group.size, problem.n
-    columns_of = -(-n // plan.tile[1])
-    lines = [[-(-rows // plan.tile[0]) * columns_of for rows in row] for row in matrix]
-    firsts = [[sum(row[to] for row in matrix[:sender]) for to in range(size)] for sender in range(size)]
-    received = [sum(row[to] for row in matrix) for to in range(size)]
-    longest = max(max(row) for row in lines)
-    stage = _room(fabric, "exchange", x.dtype, max(received) * n, longest * size)
-
-    def call() -> None:
-        turn = _Turn(fabric.group, stage)
-        mine = tuple(matrix[rank])
-        for row, rows, column, columns, shard_row, line, to, _ in fused.scatter_table(
-            mine, n, plan, rank, False
-        ).tolist():
-            turn.open(to)
-            whole = y if to == rank else turn.slot(to, 0, received[to], n)
-            place = _part(whole, firsts[rank][to] + shard_row, rows, column, columns)
-            _multiply(x[row : row + rows], w[:, column : column + columns], place, finish, column)
-            turn.tell(to, (line - sum(lines[rank][:to])) * size + rank)
-        whole = turn.slot(rank, 0, received[rank], n)
-        for step in range(1, size):
-            sender = (rank - step) % size
-            for line in range(lines[sender][rank]):
-                turn.wait(line * size + sender, sender)
-            first = firsts[sender][rank]
-            y[first : first + matrix[sender][rank]] = whole[first : first + matrix[sender][rank]]
-
-    return call
-
-
-def arrive(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    received: torch.Tensor,
-    y: torch.Tensor,
-    matrix: Sequence[Sequence[int]],
-    plan: Plan,
-    finish: Finish,
-    fabric: Fabric,
-    arriving: Arriving | None,
-) -> Callable[[], None]:
-    """all_to_all_matmul: `matrix[sender][receiver]` rows go to `received`, and are multiplied band by band."""
-    assert plan.tile is not None
-    block_m = plan.tile[0]
-    rank, size, k = fabric.group.rank, fabric.group.size, x.shape[1]
-    firsts = [[sum(row[to] for row in matrix[:sender]) for to in range(size)] for sender in range(size)]
-    totals = [sum(row[to] for row in matrix) for to in range(size)]
-    longest = max(-(-rows // block_m) for row in matrix for rows in row)
-    stage = _room(fabric, "arrive", x.dtype, max(totals) * k, longest * size)
-
-    def call() -> None:
-        turn = _Turn(fabric.group, stage)
-        leaving = torch.split(x, list(matrix[rank]))
-        for step in range(1, size):
-            to = (rank - step) % size
-            turn.open(to)
-            first = firsts[rank][to]
-            theirs = turn.slot(to, 0, totals[to], k)[first : first + matrix[rank][to]]
-            for band in range(-(-matrix[rank][to] // block_m)):
-                rows = slice(band * block_m, (band + 1) * block_m)
-                theirs[rows] = leaving[to][rows]
-                turn.tell(to, band * size + rank)
-        if arriving is not None:
-            arriving.begin(received)
-        here = turn.slot(rank, 0, totals[rank], k)
-        for step in range(size):
-            sender = (rank + step) % size
-            first, count = firsts[sender][rank], matrix[sender][rank]
-            for band in range(-(-count // block_m)):
-                rows = slice(first + band * block_m, min(first + (band + 1) * block_m, first + count))
-                if sender == rank:
-                    received[rows] = leaving[rank][band * block_m : (band + 1) * block_m]
-                else:
-                    turn.wait(band * size + sender, sender)
-                    received[rows] = here[rows]
-                _multiply(received[rows], w, y[rows], finish)
-            if arriving is not None:
-                arriving.add([(first, count)])
-
-    return call
-
-
-def _part(matrix: torch.Tensor, row: int, rows: int, column: int, columns: int) -> torch.Tensor:
+def part_of(matrix: torch.Tensor, row: int, rows: int, column: int, columns: int) -> torch.Tensor:
     return matrix[row : row + rows, column : column + columns]
 
 
-def _multiply(
+def multiply_tile(
     x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, finish: Finish | None = None, column: int = 0
 ) -> None:
     """A tile of the product straight to its place, finished where it is complete."""

@@ -16,10 +16,10 @@ import torch
 
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric
-from ..fabric.share import bound
 from ..plan import fused
-from .cuda_product import Factor, as_factor, device_table, rows_contiguous
-from .finish import ACTIVATIONS, Finish
+from .cuda_product import device_table
+from .finish import Finish
+from .fused_launch import ALIGNED, active, descriptor, factors, finishing, watch
 from .fused_stage import Stage, load, stage_of
 
 if TYPE_CHECKING:
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from .beside import Arriving
 
 Launch = Callable[[torch.Tensor, int], None]
-_BLOCK_K = 64
-_ALIGNED = 8  # elements of 2 bytes: TMA wants rows of whole 16 bytes
 
 
 def prepare(
@@ -51,7 +49,7 @@ def prepare(
 
     def call() -> None:
         with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
-            launch(stage.epochs, _active(plan, fabric))
+            launch(stage.epochs, active(plan, fabric))
         if arriving is not None:
             arriving.begin(_gathered(x, problem, stage, fabric.group.rank))
         stage.enqueued(fabric.device)
@@ -95,30 +93,31 @@ def _scatter(
     key = ("fused scatter", shards, n, plan.digest, rank, broadcast)
     table = device_table(fabric, key, lambda: fused.scatter_table(shards, n, plan, rank, broadcast))
     own = -(-shards[rank] // block_m) * -(-n // block_n)
-    slots = stage.describe(("slots", plane, n, block_m, block_n), lambda: [
-        _descriptor(stage.data.peer(one)[rank * plane :].as_strided((2, padded, n), (stage.half, n, 1)),
-                    [1, block_m, block_n // 2])
-        for one in range(size)
-    ])  # fmt: skip
-    slots = [*slots, *slots[:1] * (fused.MOST_RANKS - size)]
+    slots = [stage.taken] * fused.MOST_RANKS
+    if fabric.bulk_copies:
+        slots = stage.describe(("slots", plane, n, block_m, block_n), lambda: [
+            descriptor(stage.data.peer(one)[rank * plane :].as_strided((2, padded, n), (stage.half, n, 1)),
+                       [1, block_m, block_n // 2])
+            for one in range(size)
+        ])  # fmt: skip
+        slots = [*slots, *slots[:1] * (fused.MOST_RANKS - size)]
     sums = stage.describe(("sums", plane), lambda: (
         stage.data.local[size * plane :], stage.bases + size * plane * x.element_size()
     ))  # fmt: skip
-    a, b = _factors(x, w)
-    bias, finishing = _finishing(finish, y)
+    both = factors(x, w, fabric.bulk_copies)
+    bias, ends = finishing(finish, y)
 
-    def launch(epochs: torch.Tensor, active: int) -> None:
+    def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel
         kernel[(fabric.multiprocessors,)](
-            _descriptor(a.tensor, [block_m, _BLOCK_K]), _descriptor(b.tensor, _block_b(b, block_n)), *slots,
-            stage.data.local, y, sums[0], bias, table, stage.word_bases, sums[1], stage.words.local, epochs,
-            len(table), own, active, a.tensor.shape[1], n, plane, stage.half, stage.lines // 2, rank, *_watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, TRANSPOSED=b.transposed, RANKS=size,
-            BROADCAST=broadcast, **finishing, num_warps=8, num_stages=4,
+            *both.operands((block_m, block_n)), *slots, stage.data.local, y, sums[0], bias, table, stage.word_bases,
+            sums[1], stage.words.local, epochs, *both.strides[:2], len(table), own, working, both.inner, n, plane,
+            stage.half, stage.lines // 2, rank, *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, **ends, **both.constants,
         )  # fmt: skip
 
-    common = "scatter", plan.tile, x.dtype, broadcast, *finishing.values()
-    load(fabric, stage, common, (b.transposed, n % 16, y.data_ptr() % 16), launch)
+    common = "scatter", plan.tile, x.dtype, broadcast, *ends.values()
+    load(fabric, stage, common, (both.transposed, n % 16, y.data_ptr() % 16), launch)
     return stage, launch
 
 
@@ -133,41 +132,43 @@ def _gather(
     assert plan.tile is not None
     block_m, block_n = plan.tile
     if problem.n == 0:  # others need its rows, and wait for it to take theirs: it multiplies a few zeros
-        problem, finish = replace(problem, n=_ALIGNED), Finish(None, "none")
-        w, y = w.new_zeros(problem.k, _ALIGNED), y.new_empty(problem.m, _ALIGNED)
+        problem, finish = replace(problem, n=ALIGNED), Finish(None, "none")
+        w, y = w.new_zeros(problem.k, ALIGNED), y.new_empty(problem.m, ALIGNED)
     rank, size, n, k = fabric.group.rank, fabric.group.size, problem.n, problem.k
     lines = sum(-(-rows // block_m) for rows in problem.shards)
     # One for each K, so that rows of all calls have the same places in both halves.
     stage = stage_of(fabric, ("gather", x.dtype, k), fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
     key = ("fused gather", problem.shards, n, plan.digest, rank)
     table = device_table(fabric, key, lambda: fused.gather_table(problem.shards, n, plan, rank))
+    pushed = ("fused pushes", problem.shards, plan.digest, rank)
+    pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank))
     own = -(-problem.shards[rank] // block_m) * -(-n // block_n)
     capacity = stage.half // k
-    gathered = stage.describe(("gathered", block_m), lambda: _descriptor(
-        stage.data.local[: 2 * stage.half].view(2 * capacity, k), [block_m, _BLOCK_K]
-    ))  # fmt: skip
-    a, b = _factors(x, w)
-    bias, finishing = _finishing(finish, y)
-    aligned = n % _ALIGNED == 0 and y.data_ptr() % 16 == 0
-    bulk = aligned and all(rows % block_m == 0 for rows in problem.shards[:-1])
+    both = factors(x, w, fabric.bulk_copies)
+    buffer = stage.data.local[: 2 * stage.half].view(2 * capacity, k)
+    gathered: Any = buffer
+    if fabric.bulk_copies:
+        gathered = stage.describe(("gathered", block_m), lambda: descriptor(buffer, [block_m, both.block_k]))
+    bias, ends = finishing(finish, y)
+    aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
+    bulk = aligned and fabric.bulk_copies and all(rows % block_m == 0 for rows in problem.shards[:-1])
     parts = 2 if bulk else 4
     loaders = plan.share.communication_ctas or 1
 
-    def launch(epochs: torch.Tensor, active: int) -> None:
+    def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_gather_kernel
+        a, b = both.operands((block_m, block_n))
         kernel[(fabric.multiprocessors,)](
-            _descriptor(a.tensor, [block_m, _BLOCK_K]), gathered, _descriptor(b.tensor, _block_b(b, block_n)),
-            _descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, a.tensor, y, bias, table,
-            stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), own, active,
-            min(active, loaders), x.shape[0], k, a.tensor.stride(0), sum(problem.shards[:rank]),
-            fused.first_line(problem.shards, plan, rank), capacity, stage.lines // 2, fused.parts(plan, k), rank,
-            *_watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, TRANSPOSED=b.transposed, PARTS=parts, BULK=bulk,
-            EVEN=aligned, WIDTH=plan.piece, RANKS=size, **finishing, num_warps=8, num_stages=4,
+            a, gathered, b, descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, both.a, y, bias, table,
+            pushes, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), own, len(pushes),
+            working, min(working, loaders), k, *both.strides, capacity, stage.lines // 2, fused.parts(plan, k), rank,
+            *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=False, PARTS=parts, BULK=bulk, EVEN=aligned, WIDTH=plan.piece,
+            RANKS=size, ANNOUNCED=False, **ends, **both.constants,
         )  # fmt: skip
 
     # Columns, bias and activation are each rank's own.
-    variant = (b.transposed, bulk, aligned, y.data_ptr() % 16, *finishing.values())
+    variant = (both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
     load(fabric, stage, ("gather", plan.tile, plan.piece, x.dtype), variant, launch)
     return stage, launch
 
@@ -185,73 +186,24 @@ def _decode(
     size, n, m = fabric.group.size, problem.n, problem.m
     sources = size * plan.split
     stage = stage_of(fabric, ("decode",), fused.stage_elements(problem, plan), 1, torch.int64)
-    a, b = _factors(x, w)
-    bias, finishing = _finishing(finish, y)
+    both = factors(x, w, fabric.bulk_copies)
+    bias, ends = finishing(finish, y)
     rows_at_once = max(1, 256 // (block_n // 2))
     at_once = 1
     while at_once * 2 * sources <= fused.MOST_PACKETS and at_once * rows_at_once < m:
         at_once *= 2
-    stages = 5 if block_m < 64 else 4
+    stages = 5 if block_m < 64 and fabric.bulk_copies else 4
 
-    def launch(epochs: torch.Tensor, active: int) -> None:
+    def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_decode_kernel
         kernel[(fabric.multiprocessors,)](
-            _descriptor(a.tensor, [block_m, _BLOCK_K]), _descriptor(b.tensor, _block_b(b, block_n)), y, bias,
-            stage.bases, stage.data.local, epochs, m, n, a.tensor.shape[1], active, stage.half, fabric.group.rank,
-            *_watch(fabric), BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=_BLOCK_K, TRANSPOSED=b.transposed,
-            SPLIT=plan.split, RANKS=size, LANES=256, AT_ONCE=at_once, **finishing, num_warps=8, num_stages=stages,
+            *both.operands((block_m, block_n)), y, bias, stage.bases, stage.data.local, epochs, m, n, both.inner,
+            working, *both.strides[:2], stage.half, fabric.group.rank, *watch(fabric), BLOCK_M=block_m, BLOCK_N=block_n,
+            SPLIT=plan.split, RANKS=size, LANES=256, AT_ONCE=at_once, **ends,
+            **(both.constants | {"num_stages": stages}),
         )  # fmt: skip
 
-    common = "decode", plan.tile, plan.split, at_once, x.dtype, *finishing.values()
-    variant = (b.transposed, n % 16, a.tensor.shape[1] % 16, y.data_ptr() % 16)
+    common = "decode", plan.tile, plan.split, at_once, x.dtype, *ends.values()
+    variant = (both.transposed, n % 16, both.inner % 16, y.data_ptr() % 16)
     load(fabric, stage, common, variant, launch)
     return stage, launch
-
-
-# -- shared ------------------------------------------------------------------------------------------------------------
-
-
-def _active(plan: Plan, fabric: CudaFabric) -> int:
-    """CTAs that work. More than the grid could not run at once, and who shares the card asked for a bound."""
-    asked = (plan.share.multiprocessors, bound(), fabric.multiprocessors)
-    return min(one for one in asked if one is not None)
-
-
-def _watch(fabric: CudaFabric) -> tuple[object, ...]:
-    return fabric.guard.abort, fabric.guard.error, int(fabric.group.deadline * 1e9)
-
-
-def _finishing(finish: Finish, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Bias and activation for the kernel, unless something follows that needs whole rows."""
-    bias = finish.bias if finish.after is None else None
-    activation = finish.activation if finish.after is None else "none"
-    given = y if bias is None else bias.contiguous()
-    return given, {"BIAS": bias is not None, "ACTIVATION": ACTIVATIONS.index(activation)}
-
-
-def _factors(x: torch.Tensor, w: torch.Tensor) -> tuple[Factor, Factor]:
-    """x [M, K] and w [K, N] as TMA can read them. Where they do not lie so, they are copied, K padded with zeros."""
-    a, b = Factor(rows_contiguous(x), False), as_factor(w)
-    if a.bulk and b.bulk:
-        return a, b
-    inner = max(_ALIGNED, -(-x.shape[1] // _ALIGNED) * _ALIGNED)
-    wide = max(_ALIGNED, -(-w.shape[1] // _ALIGNED) * _ALIGNED)
-    if not a.bulk or inner != x.shape[1]:
-        copied = x.new_zeros(x.shape[0], inner)
-        copied[:, : x.shape[1]] = x
-        a = Factor(copied, False)
-    if not b.bulk or inner != x.shape[1]:
-        copied = w.new_zeros(inner, wide)
-        copied[: w.shape[0], : w.shape[1]] = w
-        b = Factor(copied[:, : w.shape[1]], False)
-    return a, b
-
-
-def _descriptor(tensor: torch.Tensor, block: list[int]) -> Any:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(tensor, block)
-
-
-def _block_b(b: Factor, block_n: int) -> list[int]:
-    return [block_n, _BLOCK_K] if b.transposed else [_BLOCK_K, block_n]

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..fabric.registry import named
 from . import library
 from .differentiable import held_plan
+from .grouped import bias_gradient, flattened, unflattened
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -92,12 +93,15 @@ def _from_all(ctx: Any, dz: Tensor, _: Tensor) -> Gradients:
     received, w = ctx.saved_tensors
     splits, group, strategy, rows = ctx.others
     needs = ctx.needs_input_grad
-    if splits is None:
-        size = named(group).size
-        splits = [one for row in library.matrix_of(None, rows, size) for one in row]
+    size, rank = named(group).size, named(group).rank
+    experts = w.shape[0] if w.dim() == 3 else 1
+    tokens = unflattened(splits, rows, size, experts)
     dz = dz.contiguous()
-    dx, dw = library.all_to_all_matmul_backward(dz, received, w, splits, list(needs[:2]), group, strategy)
-    return _only(ctx, (dx, dw, dz.sum(0) if needs[2] else None), 3)
+    dx, dw = library.all_to_all_matmul_backward(dz, received, w, flattened(tokens), list(needs[:2]), group, strategy)
+    dbias = None
+    if needs[2]:
+        dbias = bias_gradient(dz, tokens.arriving(rank), experts) if w.dim() == 3 else dz.sum(0)
+    return _only(ctx, (dx, dw, dbias), 3)
 
 
 for _name, _backward in (

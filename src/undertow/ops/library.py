@@ -21,8 +21,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument
 from ..fabric.registry import named
+from ..plan.tokens import Tokens
+from .grouped import unflattened
 from .operands import check_factors
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -127,8 +128,7 @@ def matmul_all_to_all(
     from .differentiable import held_plan
 
     on = named(group)
-    matrix = matrix_of(splits, x.shape[0], on.size)
-    return home.call(x, w, matrix, bias, "none", on, strategy, held_plan(plan))
+    return home.call(x, w, tokens_of(splits, x, w, on.size), bias, "none", on, strategy, held_plan(plan))
 
 
 @_shape_of("matmul_all_to_all")
@@ -136,8 +136,8 @@ def _matmul_all_to_all_shape(
     x: Tensor, w: Tensor, bias: Tensor | None, splits: Sequence[int] | None, group: str, strategy: str, plan: str
 ) -> Tensor:
     on = named(group)
-    check_factors(x, w, on)
-    return x.new_empty(_received(splits, x.shape[0], on.rank, on.size), w.shape[1])
+    check_factors(x, w, on, grouped=True)
+    return x.new_empty(_received(splits, x, w, on.rank, on.size), w.shape[-1])
 
 
 @_operator("all_to_all_matmul")
@@ -148,7 +148,7 @@ def all_to_all_matmul(
     from . import all_to_all_matmul as home
 
     on = named(group)
-    return home.call(x, w, matrix_of(splits, x.shape[0], on.size), bias, "none", on, strategy)
+    return home.call(x, w, tokens_of(splits, x, w, on.size), bias, "none", on, strategy)
 
 
 @_shape_of("all_to_all_matmul")
@@ -156,24 +156,18 @@ def _all_to_all_matmul_shape(
     x: Tensor, w: Tensor, bias: Tensor | None, splits: Sequence[int] | None, group: str, strategy: str
 ) -> tuple[Tensor, Tensor]:
     on = named(group)
-    check_factors(x, w, on)
-    rows = _received(splits, x.shape[0], on.rank, on.size)
-    return x.new_empty(rows, w.shape[1]), x.new_empty(rows, x.shape[1])
+    check_factors(x, w, on, grouped=True)
+    rows = _received(splits, x, w, on.rank, on.size)
+    return x.new_empty(rows, w.shape[-1]), x.new_empty(rows, x.shape[1])
 
 
-def matrix_of(splits: Sequence[int] | None, rows: int, size: int) -> list[list[int]]:
-    if splits is None:
-        return [[rows // size + (1 if peer < rows % size else 0) for peer in range(size)]] * size
-    if len(splits) != size * size:
-        must = (
-            f"the matrix splits[sender][destination] of {size} x {size} counts: ranks are not asked while torch traces"
-        )
-        raise InvalidArgument(argument="splits", was=f"{len(splits)} counts", must=must)
-    return [list(splits[start : start + size]) for start in range(0, size * size, size)]
+def tokens_of(splits: Sequence[int] | None, x: Tensor, w: Tensor, size: int) -> Tokens:
+    """Counts of all ranks, which torch carries as one list: sender, receiver and, of grouped weights, expert."""
+    return unflattened(splits, x.shape[0], size, w.shape[0] if w.dim() == 3 else 1)
 
 
-def _received(splits: Sequence[int] | None, rows: int, rank: int, size: int) -> int:
-    return sum(row[rank] for row in matrix_of(splits, rows, size))
+def _received(splits: Sequence[int] | None, x: Tensor, w: Tensor, rank: int, size: int) -> int:
+    return sum(row[rank] for row in tokens_of(splits, x, w, size).matrix)
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------
@@ -243,10 +237,11 @@ def matmul_all_to_all_backward(
     from .beside import Arriving
 
     on = named(group)
-    back = [list(column) for column in zip(*matrix_of(splits, x.shape[0], on.size), strict=True)]
-    arriving = Arriving(x if wanted[1] else x[:, :0])
-    strategy = home.mirrored_strategy(strategy)
-    dx, _ = home.call(dz, w.t(), back, None, "none", on, strategy, arriving=arriving)
+    tokens = tokens_of(splits, x, w, on.size)
+    experts = w.shape[0] if w.dim() == 3 else 0
+    arriving = Arriving(x if wanted[1] else x[:, :0], tokens.leaving(on.rank), experts)
+    strategy = home.mirrored_strategy(strategy, dz)
+    dx, _ = home.call(dz, w.mT, tokens.back, None, "none", on, strategy, arriving=arriving, keep=False)
     empty = x.new_empty(0)
     return dx, arriving.weight if wanted[1] else empty, arriving.bias if wanted[2] else empty.clone()
 
@@ -257,12 +252,20 @@ def all_to_all_matmul_backward(
 ) -> tuple[Tensor, Tensor]:
     from . import matmul_all_to_all as home
     from .beside import Beside, multiplied
+    from .grouped import multiplied_by_expert
 
     on = named(group)
-    back = [list(column) for column in zip(*matrix_of(splits, 0, on.size), strict=True)]
+    tokens = tokens_of(splits, received, w, on.size)
     dw = w.new_empty(w.shape if wanted[1] else 0)
-    beside = Beside(lambda: multiplied(received, dz, dw)) if wanted[1] else None
-    return home.call(dz, w.t(), back, None, "none", on, strategy, None, beside=beside), dw
+
+    def weight() -> None:
+        if w.dim() == 3:
+            multiplied_by_expert(received, dz, dw, tokens.arriving(on.rank))
+        else:
+            multiplied(received, dz, dw)
+
+    beside = Beside(weight) if wanted[1] else None
+    return home.call(dz, w.mT, tokens.back, None, "none", on, strategy, None, beside=beside), dw
 
 
 def _fake_pair(dz: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -272,7 +275,8 @@ def _fake_pair(dz: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Te
 
 def _fake_triple(dz: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     wanted = rest[-3]
-    dw, dbias = w.new_empty(w.shape if wanted[1] else 0), dz.new_empty(dz.shape[1] if wanted[2] else 0)
+    bias = (*w.shape[:-2], dz.shape[1])
+    dw, dbias = w.new_empty(w.shape if wanted[1] else 0), dz.new_empty(bias if wanted[2] else 0)
     return torch.empty_like(x, memory_format=torch.contiguous_format), dw, dbias
 
 
@@ -280,8 +284,8 @@ def _fake_returned(
     dz: Tensor, received: Tensor, w: Tensor, splits: Sequence[int], wanted: Sequence[bool], group: str, strategy: str
 ) -> tuple[Tensor, Tensor]:
     on = named(group)
-    rows = sum(matrix_of(splits, 0, on.size)[on.rank])
-    return dz.new_empty(rows, w.shape[0]), w.new_empty(w.shape if wanted[1] else 0)
+    rows = sum(tokens_of(splits, received, w, on.size).matrix[on.rank])
+    return dz.new_empty(rows, w.shape[-2]), w.new_empty(w.shape if wanted[1] else 0)
 
 
 replicated_matmul_backward.register_fake(_fake_pair)

@@ -113,7 +113,7 @@ def call(
     y = output(out, (m, n), x, w)
     problem = Problem.of(
         OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
-        multiprocessors=on.fabric.multiprocessors,
+        multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     after = After.of(residual, norm, y)

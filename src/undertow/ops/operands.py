@@ -23,15 +23,20 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     raise InvalidArgument(argument=name, was=f"of {dtype}", must=f"one of {must}")
 
 
-def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = "x") -> None:
-    """x [M, K] and w [K, N], of any strides, on the group's device, of one dtype."""
+def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = "x", grouped: bool = False) -> None:
+    """x [M, K] and w [K, N], of any strides, on the group's device, of one dtype.
+
+    `grouped`: w may be [experts, K, N], one weight for each expert.
+    """
     for name, tensor in ((x_name, x), ("w", w)):
-        if tensor.dim() != 2:
-            raise InvalidArgument(argument=name, was=f"of shape {list(tensor.shape)}", must="a matrix")
+        several = grouped and name == "w"
+        if tensor.dim() != 2 and not (several and tensor.dim() == 3 and tensor.shape[0] > 0):
+            must = "a matrix, or one for each of at least one expert" if several else "a matrix"
+            raise InvalidArgument(argument=name, was=f"of shape {list(tensor.shape)}", must=must)
         if tensor.device != group.device:
             raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {group.device}")
         check_dtype(name, tensor.dtype)
-    if w.shape[0] != x.shape[1]:
+    if w.shape[-2] != x.shape[1]:
         must = f"of {x.shape[1]} rows, as {x_name} has columns"
         raise InvalidArgument(argument="w", was=f"of shape {list(w.shape)}", must=must)
     if w.dtype != x.dtype:

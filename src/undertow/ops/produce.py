@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric
     from ..plan.plan import Plan
     from ..plan.problem import Problem
+    from ..plan.tiles import TileGrid
+    from ..plan.tokens import Block
     from .finish import Finish
 
 
@@ -30,19 +32,25 @@ def product_of(
     w: torch.Tensor,
     buffer: torch.Tensor,
     finish: Finish | None,
+    blocks: Sequence[Block] = (),
+    grid: TileGrid | None = None,
 ) -> Product:
-    """x [M, K] @ w [K, N] into the flat `buffer`, as `plan` lays it out; `finish` where the product is complete."""
+    """x [M, K] @ w [K, N] into the flat `buffer`, as `plan` lays it out; `finish` where the product is complete.
+
+    `blocks`: which rows are whose, where w [experts, K, N] has one weight for each expert; `grid`: tiles that are cut
+    there, too.
+    """
     if plan.grain in ("serial", "chunked"):
         rows = chunks(problem.shards, plan)
-        return RowProduct(fabric, plan, x, w, buffer.view(problem.m, problem.n), rows, finish)
+        return RowProduct(fabric, plan, x, w, buffer.view(problem.m, problem.n), rows, finish, blocks)
     if plan.grain != "signaled":
         raise InvalidArgument(argument="plan", was=plan.name, must="serial, chunked or signaled")
     if x.device.type == "cuda":
         from .cuda_product import CudaTileProduct
 
-        return CudaTileProduct(fabric, problem, plan, x, w, buffer, finish)
-    table = reorder.tile_table(problem.grid(plan), plan, fabric.group.rank)
-    return TileProduct(x, w, buffer, table, len(plan.parcels), finish)
+        return CudaTileProduct(fabric, problem, plan, x, w, buffer, finish, grid=grid)
+    table = reorder.tile_table(grid or problem.grid(plan), plan, fabric.group.rank)
+    return TileProduct(x, w, buffer, table, len(plan.parcels), finish, blocks)
 
 
 def placed(

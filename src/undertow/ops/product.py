@@ -23,11 +23,13 @@ from numpy.typing import NDArray
 from ..fabric import atomics, timeline
 from ..fabric.base import WORD_STRIDE
 from .finish import Finish
+from .grouped import finish_of, multiply_rows, rows_of, weight_of
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
     from ..fabric.group import Group
     from ..plan.plan import Plan
+    from ..plan.tokens import Block
 
 
 class Product(ABC):
@@ -71,9 +73,13 @@ class RowProduct(Product):
         y: torch.Tensor,
         rows: Sequence[Sequence[tuple[int, int]]],
         finish: Finish | None,
+        blocks: Sequence[Block] = (),
     ) -> None:
-        """y [M, N] = x @ w, finished if told so. `rows[parcel]`: ranges (first, count) of rows."""
-        self._fabric, self._plan = fabric, plan
+        """y [M, N] = x @ w, finished if told so. `rows[parcel]`: ranges (first, count) of rows.
+
+        `blocks`: which rows are whose, where w [experts, K, N] has one weight for each expert.
+        """
+        self._fabric, self._plan, self._blocks = fabric, plan, blocks
         self._x, self._w, self._y, self._rows, self._finish = x, w, y, rows, finish
 
     def start(self) -> None:
@@ -93,10 +99,7 @@ class RowProduct(Product):
                     self._multiply(first, count)
 
     def _multiply(self, first: int, count: int) -> None:
-        part = self._y[first : first + count]
-        torch.matmul(self._x[first : first + count], self._w, out=part)
-        if self._finish is not None:
-            self._finish.apply(part)
+        multiply_rows(self._x, self._w, self._y, self._blocks, first, count, self._finish)
 
 
 class TileProduct(Product):
@@ -110,25 +113,36 @@ class TileProduct(Product):
         table: NDArray[np.int64],
         parcels: int,
         finish: Finish | None,
+        rows: Sequence[Block] = (),
     ) -> None:
-        """Tiles of x @ w to their places in the flat `buffer`, in the order of a tile table."""
-        self._x, self._w, self._buffer, self._finish = x, w, buffer, finish
+        """Tiles of x @ w to their places in the flat `buffer`, in the order of a tile table.
+
+        `rows`: which are whose, where w has one weight for each expert; a tile may hold rows of several.
+        """
+        self._x, self._w, self._buffer, self._finish, self._owners = x, w, buffer, finish, rows
         bounds = np.searchsorted(table[:, 6], np.arange(parcels + 1))
         self._blocks = [_merged(table[bounds[one] : bounds[one + 1], :6].tolist()) for one in range(parcels)]
 
     def reach(self, parcel: int) -> None:
         with timeline.event("matmul", engine="compute", blocks=len(self._blocks[parcel])):
             for row, rows, column, columns, place, stride in self._blocks[parcel]:
-                x, w = self._x[row : row + rows], self._w[:, column : column + columns]
-                block = self._buffer.as_strided((rows, columns), (stride, 1), self._buffer.storage_offset() + place)
-                aside = self._finish is not None and not block.is_contiguous()  # it finishes what lies together
-                product = torch.mm(x, w) if aside else torch.mm(x, w, out=block)
-                if self._finish is not None:
-                    bias = self._finish.bias
-                    part = None if bias is None else bias[column : column + columns]
-                    Finish(part, self._finish.activation).apply(product)
-                if aside:
-                    block.copy_(product)
+                for first, count, expert in rows_of(self._w, self._owners, row, rows):
+                    here = place + (first - row) * stride
+                    block = self._buffer.as_strided(
+                        (count, columns), (stride, 1), self._buffer.storage_offset() + here
+                    )  # fmt: skip
+                    self._multiply(first, count, column, columns, expert, block)
+
+    def _multiply(self, row: int, rows: int, column: int, columns: int, expert: int, block: torch.Tensor) -> None:
+        x, w = self._x[row : row + rows], weight_of(self._w, expert)[:, column : column + columns]
+        aside = self._finish is not None and not block.is_contiguous()  # it finishes what lies together
+        product = torch.mm(x, w) if aside else torch.mm(x, w, out=block)
+        if self._finish is not None:
+            bias = finish_of(self._finish, expert).bias
+            part = None if bias is None else bias[column : column + columns]
+            Finish(part, self._finish.activation).apply(product)
+        if aside:
+            block.copy_(product)
 
 
 class CountedTileProduct(TileProduct):

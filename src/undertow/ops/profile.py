@@ -24,6 +24,7 @@ from ..plan.plan import OPERATORS, split
 from ..plan.predict import rate, workers_of
 from ..plan.problem import Problem
 from ..plan.search import frames
+from ..plan.tokens import Tokens
 from . import all_gather_matmul, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from .finish import Finish
 from .operands import dtype_name
@@ -152,10 +153,10 @@ def communication(group: Group, operator: str, lane: str, nbytes: int, dtype: to
         w, y = x.new_zeros(_COLUMNS, 0), x.new_zeros(rows, 0)
         return lambda: all_gather_matmul._run(x, w, y, problem, plan, _NOTHING, fabric, opened)
     if operator == matmul_all_to_all.OPERATOR:
-        matrix = [shards] * size
+        tokens = Tokens.of_splits([shards] * size)
         y = x.new_zeros(size * shards[group.rank], _COLUMNS)
         return lambda: matmul_all_to_all.run(
-            x, x, y, matrix, problem, plan, _NOTHING, fabric, opened, compute=False
+            x, x, y, tokens, problem, plan, _NOTHING, fabric, opened, compute=False
         )  # fmt: skip
     if operator == matmul_all_reduce.OPERATOR:
         return lambda: matmul_all_reduce.run(x, x, x, problem, plan, _NOTHING, fabric, opened, compute=False)

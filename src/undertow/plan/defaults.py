@@ -56,21 +56,41 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         if problem.operator == "matmul_all_reduce":  # every rank owns bands of it
             tile = max(1, min(tile[0], -(-problem.m // problem.ranks))), tile[1]
     else:
-        shortest = min(problem.shards) if problem.operator != "matmul_all_reduce" else problem.m // problem.ranks
-        tile, split = fused.GPU_TILES[0 if shortest > fused.GPU_TILES[1][0] else 1], 0
+        evenly = problem.operator in ("matmul_all_reduce", "matmul_all_to_all")  # or by splits that change
+        shortest = problem.m // problem.ranks if evenly else min(problem.shards)
+        tile, split = fused_tile(problem, shortest), 0
         if problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
             tile = next(one for one in fused.DECODE_TILES if one[0] >= problem.m)
             split = 1
     piece, share = 1024, Share()
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
-        # A line has room for so many pieces; they are powers of two.
-        piece = max(piece, 1 << max(0, -(-problem.k // fused.LINE) - 1).bit_length())
+        piece = fused.piece_of(problem.k)
     if problem.device == "cuda":  # an SM stays free: all ranks wait for each other, and other kernels must not
         share = Share(max(1, problem.multiprocessors - _SPARE), _loaders(problem))
     return Plan(
         "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=problem.operator != "all_gather_matmul",
         piece=piece, split=split,
     )  # fmt: skip
+
+
+def fused_tile(problem: Problem, rows: int) -> tuple[int, int]:
+    """The GPU's tile for blocks of so many rows."""
+    large, small = fused.gpu_tiles(problem)
+    crowded = problem.ranks > 4 and not problem.bulk  # sums of many ranks need the registers
+    unaligned = problem.operator == "matmul_all_to_all" and problem.n % 8 != 0  # as do addresses of single elements
+    return small if rows <= small[0] or crowded or unaligned else large
+
+
+def tokens_plan(problem: Problem, lane: str, rows: int, inner: int | None = None) -> Plan:
+    """A fused plan for rows that change ranks, in blocks of about so many rows for one rank and expert.
+
+    `inner`: where rows are multiplied after they arrived, their elements.
+    """
+    plan = fused_plan(problem, lane)
+    if problem.device == "cpu":
+        return plan
+    plan = replace(plan, tile=fused_tile(problem, rows))
+    return plan if inner is None else replace(plan, piece=fused.piece_of(inner))
 
 
 def _loaders(problem: Problem) -> int:

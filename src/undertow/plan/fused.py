@@ -3,8 +3,9 @@
 scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank that owns its rows, which sums. A rank
            computes the rows of the following ranks first, its own last, so that the others' parts have arrived.
            For all_reduce whole bands belong to ranks, by torch.tensor_split's rule, and the owner's sum goes to all.
-exchange   matmul_all_to_all (CPU): a tile goes to the rank that its rows are for. As scatter, without a sum.
+exchange   matmul_all_to_all: a tile goes to the rank that its rows are for. As scatter, without a sum (`tokens.py`).
 gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then those of the following ranks.
+           all_to_all_matmul: the same, of the rows that others have for this rank (`tokens.py`).
 decode     matmul_all_reduce of few rows: a block of columns, and perhaps a part of K, goes to every rank.
 
 Within a shard tiles are walked in groups of `group_bands` bands, column by column, as everywhere (`tiles.py`).
@@ -24,13 +25,14 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .problem import Problem
 
-SCATTER, GATHER, DECODE = "scatter", "gather", "decode"
+SCATTER, EXCHANGE, GATHER, DECODE = "scatter", "exchange", "gather", "decode"
 MOST_RANKS = 8  # of the GPU kernels: a descriptor for each
 MOST_DECODE_ROWS = 64
 MOST_PACKETS = 32  # polled together
 WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
-GPU_TILES = ((128, 256), (64, 256))
+GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
+PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
 DECODE_TILES = ((16, 256), (32, 256), (64, 256), (16, 128), (32, 128), (64, 128))
 # Columns of the line of a table; the first four are those of `reorder`.
 ROW, ROWS, COLUMN, COLUMNS, SHARD_ROW, TILE_LINE, OWNER, OUT_ROW = range(8)
@@ -38,9 +40,11 @@ PLACE, STRIDE, BAND_LINE = 4, 5, 6
 
 
 def form(problem: Problem, plan: Plan) -> str:
-    """Which of the three a fused plan for this problem is."""
+    """Which of the forms a fused plan for this problem is."""
     if problem.operator == "all_gather_matmul":
         return GATHER
+    if problem.operator == "matmul_all_to_all":
+        return EXCHANGE
     return DECODE if problem.operator == "matmul_all_reduce" and plan.split > 0 else SCATTER
 
 
@@ -51,19 +55,40 @@ def why_not(problem: Problem, lane: str) -> str:
     if problem.device == "cpu":
         return ""
     gathers = problem.operator == "all_gather_matmul"  # where K is the same on all ranks and N is not
-    most = LINE * WIDEST_PIECE
     reasons = (
-        (problem.operator == "matmul_all_to_all", "tokens that change ranks have no fused kernel yet"),
         (problem.item_size != 2, f"the fused kernels multiply float16 and bfloat16, not {problem.dtype}"),
-        (not gathers and problem.n % 8 != 0, f"N is {problem.n}, not a multiple of 8"),
-        (gathers and problem.k % 8 != 0, f"K is {problem.k}, not a multiple of 8"),
-        (gathers and problem.k > most, f"K is {problem.k}, and the fused gather knows at most {most}"),
-        (gathers and problem.k == 0, "there is nothing to multiply"),
         (problem.ranks > MOST_RANKS, f"the fused kernels know {MOST_RANKS} ranks, not {problem.ranks}"),
+    )
+    found = next((reason for bad, reason in reasons if bad), "")
+    if found or problem.operator == "matmul_all_to_all":  # any number of rows and columns, and none
+        return found
+    others = (
+        (not gathers and problem.n % 8 != 0, f"N is {problem.n}, not a multiple of 8"),
+        (gathers and why_not_bands(problem.k) != "", why_not_bands(problem.k)),
         (problem.operator != "matmul_all_reduce" and min(problem.shards) == 0, "a rank has no rows"),
         (problem.m == 0 or (problem.n == 0 and not gathers), "there is nothing to multiply"),
     )
-    return next((reason for bad, reason in reasons if bad), "")
+    return next((reason for bad, reason in others if bad), "")
+
+
+def why_not_bands(k: int) -> str:
+    """Why no kernel can bring rows of K elements from other ranks, or ""."""
+    most = LINE * WIDEST_PIECE
+    if k == 0:
+        return "there is nothing to multiply"
+    if k > most:
+        return f"K is {k}, and the fused gather knows at most {most}"
+    return f"K is {k}, not a multiple of 8" if k % 8 else ""
+
+
+def gpu_tiles(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """Tiles that the kernels of this GPU have, the largest first."""
+    return GPU_TILES if problem.bulk else PLAIN_TILES
+
+
+def piece_of(k: int) -> int:
+    """Columns of a part of a band of K: a line has room for LINE of them; powers of two."""
+    return max(1024, 1 << max(0, -(-k // LINE) - 1).bit_length())
 
 
 def owned(problem: Problem, plan: Plan) -> tuple[int, ...]:
@@ -87,6 +112,8 @@ def stage_elements(problem: Problem, plan: Plan) -> int:
     """What one turn of a call needs of every rank's memory: a slot for each rank and sums, rows, or packets."""
     if problem.operator == "all_gather_matmul":
         return problem.m * problem.k
+    if problem.operator == "matmul_all_to_all":  # as if the rank that sends most received most: who calls knows
+        return problem.m * problem.n
     if form(problem, plan) == DECODE:  # a packet holds two columns
         return problem.ranks * plan.split * problem.m * (problem.n // 2)
     return (problem.ranks + 1) * padded_rows(owned(problem, plan), plan) * problem.n
@@ -140,6 +167,23 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
     table[:, BAND_LINE] = band
     table.flags.writeable = False
     return table
+
+
+@lru_cache(256)
+def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
+    """[bands, 8]: what `rank` pushes to all others, nearest first: row and rows of x; to whom; row and line there."""
+    grid = _grid(shards, 1, plan)
+    mine = grid.bands[grid.bands[:, 2] == rank]
+    line = first_line(shards, plan, rank) + np.arange(len(mine))
+    found = []
+    for step in range(1, len(shards)):
+        table = np.zeros((len(mine), 8), dtype=np.int64)
+        table[:, 0], table[:, 1] = mine[:, 0] - grid.shard_rows[rank], mine[:, 1]
+        table[:, 2], table[:, 3], table[:, 4] = (rank - step) % len(shards), mine[:, 0], line
+        found.append(table)
+    whole = np.concatenate(found) if found else np.zeros((0, 8), dtype=np.int64)
+    whole.flags.writeable = False
+    return whole
 
 
 def first_line(shards: tuple[int, ...], plan: Plan, rank: int) -> int:

@@ -216,7 +216,7 @@ class Plan:
             raise InvalidArgument(argument="plan", was=f"{self.name}, but {reason}", must="serial, chunked or signaled")
         form = fused.form(problem, self)
         few = problem.m <= fused.MOST_DECODE_ROWS and self.split * problem.ranks <= fused.MOST_PACKETS
-        tiles = fused.DECODE_TILES if form == fused.DECODE else fused.GPU_TILES
+        tiles = fused.DECODE_TILES if form == fused.DECODE else fused.gpu_tiles(problem)
         tile_fits = problem.device == "cpu" or self.tile in tiles
         if form == fused.DECODE and self.tile is not None:
             tile_fits = tile_fits and self.tile[0] >= problem.m

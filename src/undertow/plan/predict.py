@@ -107,8 +107,9 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
 def fused_rest_seconds(problem: Problem, machine: Machine) -> float:
     """What a fused call does when its last tile is computed: that tile's way, and sums."""
     signal = machine.stream_seconds if machine.work.signal is None else machine.work.signal
-    passes = {"matmul_reduce_scatter": 0.5, "matmul_all_reduce": 1.5}.get(problem.operator, 0.0)  # a copy is 1
-    return signal + machine.work.skew + passes * problem.result_bytes / copy_speed(machine)
+    passes = {"matmul_reduce_scatter": 0.5, "matmul_all_reduce": 1.5, "matmul_all_to_all": 1.0}  # a copy is 1
+    rest = passes.get(problem.operator, 0.0) * problem.result_bytes / copy_speed(machine)
+    return signal + machine.work.skew + rest
 
 
 def workers_of(problem: Problem, plan: Plan) -> int:

@@ -29,7 +29,10 @@ ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`k` is the inner size of the longest shard, `multiprocessors` the SMs (on a CPU: threads) this rank may use."""
+    """`k` is the inner size of the longest shard, `multiprocessors` the SMs (on a CPU: threads) this rank may use.
+
+    `bulk`: whether the GPU has bulk copies (TMA), with which tiles may be larger.
+    """
 
     operator: str
     m: int
@@ -41,6 +44,7 @@ class Problem:
     shards: tuple[int, ...]
     device: str
     multiprocessors: int
+    bulk: bool = True
 
     def __post_init__(self) -> None:
         _one_of("operator", self.operator, (*OPERATORS, EMBEDDING))
@@ -65,6 +69,7 @@ class Problem:
         device: str,
         multiprocessors: int,
         shards: Sequence[int] | None = None,
+        bulk: bool = True,
     ) -> Problem:
         """The problem with the usual shards, or with those given, and the item size of its dtype."""
         _one_of("dtype", dtype, tuple(ITEM_SIZES))
@@ -72,11 +77,18 @@ class Problem:
             parts = 1 if operator == "matmul_all_reduce" else max(1, ranks)
             shards = [stop - start for start, stop in split(m, parts)]
         size = ITEM_SIZES[dtype]
-        return Problem(operator, m, n, k, dtype, size, ranks, tuple(map(int, shards)), device, multiprocessors)
+        return Problem(operator, m, n, k, dtype, size, ranks, tuple(map(int, shards)), device, multiprocessors, bulk)
 
     @staticmethod
     def for_splits(
-        splits: Sequence[Sequence[int]], n: int, k: int, *, dtype: str, device: str, multiprocessors: int
+        splits: Sequence[Sequence[int]],
+        n: int,
+        k: int,
+        *,
+        dtype: str,
+        device: str,
+        multiprocessors: int,
+        bulk: bool = True,
     ) -> Problem:
         """The all_to_all problem that every rank plans for: that of the sender with the most rows (the first such).
 
@@ -96,6 +108,7 @@ class Problem:
             device=device,
             multiprocessors=multiprocessors,
             shards=busiest,
+            bulk=bulk,
         )
 
     @property
@@ -130,7 +143,7 @@ class Problem:
             rows, shards = f"upto{1 << max(0, self.m - 1).bit_length()}" if self.m else "none", ""
         text = (
             f"{self.operator}-{rows}x{self.n}x{self.k}-{self.dtype}-{self.ranks}ranks"
-            f"-{self.device}{self.multiprocessors}"
+            f"-{self.device}{self.multiprocessors}{'' if self.bulk else '-plain'}"
         )
         return f"{text}-{hashlib.sha256(shards.encode()).hexdigest()[:8]}"
 

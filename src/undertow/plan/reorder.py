@@ -31,7 +31,8 @@ from .tiles import Integers, Order, TileGrid, launch_order, natural_tiles, store
 
 TILE_COLUMNS = 8
 _KEPT = 256  # maps of as many shapes and plans: a call must not make them anew
-ROW, ROWS, COLUMN, COLUMNS, PLACE, STRIDE, PARCEL = range(7)
+ROW, ROWS, COLUMN, COLUMNS, PLACE, STRIDE, PARCEL, EXPERT = range(TILE_COLUMNS)
+Splits = Sequence[Sequence[int | Sequence[int]]]
 Piece = tuple[int, int]
 """Offset and count, in elements."""
 
@@ -51,7 +52,7 @@ def tile_table(grid: TileGrid, plan: Plan, rank: int = 0) -> Integers:
     table = np.zeros((len(order.band), TILE_COLUMNS), dtype=np.int64)
     table[:, :PLACE] = _extents(grid, order.band, order.column)
     table[:, PLACE:PARCEL] = _places(grid, plan)[order.band * grid.columns + order.column]
-    table[:, PARCEL] = order.parcel
+    table[:, PARCEL], table[:, EXPERT] = order.parcel, grid.experts[order.band]
     table.flags.writeable = False  # it is handed out again
     return table
 
@@ -136,38 +137,47 @@ def unpack_table(grid: TileGrid, plan: Plan, destination: int | None = None) -> 
 # -- all_to_all: the receiver's side, from the matrix of all splits ----------------------------------------------------
 
 
-def arriving_pieces(splits: Sequence[Sequence[int]], n: int, plan: Plan, rank: int) -> tuple[tuple[Piece, ...], ...]:
+def arriving_pieces(splits: Splits, n: int, plan: Plan, rank: int) -> tuple[tuple[Piece, ...], ...]:
     """Of each parcel, from each sender: its range of the buffer in which `rank` receives, sender after sender.
 
-    `splits[sender][destination]` are rows. The buffer holds sum over senders of splits[sender][rank] rows of n.
+    `splits[sender][destination]` are rows, or those of each expert. The buffer holds sum over senders of
+    splits[sender][rank] rows of n.
     """
     bases = _bases(splits, n, rank)
-    streams = [received_pieces(_sender_grid(row, n, plan), plan, rank) for row in splits]
+    streams = [received_pieces(sender_grid(row, n, plan), plan, rank) for row in splits]
     return tuple(
         tuple((base + stream[parcel][0], stream[parcel][1]) for base, stream in zip(bases, streams, strict=True))
         for parcel in range(len(plan.parcels))
     )
 
 
-def arriving_table(splits: Sequence[Sequence[int]], n: int, plan: Plan, rank: int) -> Integers:
+def arriving_table(splits: Splits, n: int, plan: Plan, rank: int) -> Integers:
     """The `unpack_table` of everything `rank` receives; the rows of the result stand sender after sender."""
     tables = []
     for base, row in zip(_bases(splits, n, rank), splits, strict=True):
-        table = unpack_table(_sender_grid(row, n, plan), plan, rank)
+        table = unpack_table(sender_grid(row, n, plan), plan, rank)
         table[:, ROW] += base // max(1, n)
         table[:, PLACE] += base
         tables.append(table)
     return np.concatenate(tables)
 
 
-def _bases(splits: Sequence[Sequence[int]], n: int, rank: int) -> list[int]:
-    return [sum(row[rank] for row in splits[:sender]) * n for sender in range(len(splits))]
+def _bases(splits: Splits, n: int, rank: int) -> list[int]:
+    return [sum(sum(_experts(row[rank])) for row in splits[:sender]) * n for sender in range(len(splits))]
 
 
-def _sender_grid(row: Sequence[int], n: int, plan: Plan) -> TileGrid:
+def _experts(rows: int | Sequence[int]) -> tuple[int, ...]:
+    return tuple(rows) if isinstance(rows, Sequence) else (rows,)
+
+
+def sender_grid(row: Sequence[int | Sequence[int]], n: int, plan: Plan) -> TileGrid:
+    """The tiles of a sender that has so many rows for each rank, or for each rank of each expert."""
     if plan.tile is None:
         raise InvalidArgument(argument="plan", was=f"{plan.name} without a tile", must="a plan with a tile")
-    return TileGrid(sum(row), n, *plan.tile, tuple(row))
+    blocks = tuple(_experts(rows) for rows in row)
+    shards = tuple(map(sum, blocks))
+    grouped = any(isinstance(rows, Sequence) for rows in row)
+    return TileGrid(sum(shards), n, *plan.tile, shards, blocks if grouped else ())
 
 
 # -- all_gather: what each parcel waits for ----------------------------------------------------------------------------

@@ -40,29 +40,54 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TileGrid:
-    """The tiles of [m, n]; `shards` are the rows of each rank, which add up to m."""
+    """The tiles of [m, n]; `shards` are the rows of each rank, which add up to m.
+
+    `blocks`: of each shard the rows of each expert, where each has a weight of its own: no band holds rows of two.
+    """
 
     m: int
     n: int
     block_m: int
     block_n: int
     shards: tuple[int, ...]
+    blocks: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if min(self.block_m, self.block_n) < 1:
             raise InvalidArgument(argument="tile", was=f"{self.block_m} x {self.block_n}", must="at least 1 x 1")
         if sum(self.shards) != self.m or min(self.shards, default=0) < 0:
             raise InvalidArgument(argument="shards", was=str(list(self.shards)), must=f"rows that add up to {self.m}")
+        if self.blocks and tuple(map(sum, self.blocks)) != self.shards:
+            raise InvalidArgument(argument="blocks", was=str(self.blocks), must=f"of {list(self.shards)} rows")
 
     @cached_property
     def bands(self) -> Integers:
         """[bands, 3]: first row, rows, shard."""
+        if self.blocks:
+            return self._cut[:, :3]
         found = [
             (first + row, min(self.block_m, rows - row), shard)
             for shard, (first, rows) in enumerate(zip(self.shard_rows, self.shards, strict=True))
             for row in range(0, rows, self.block_m)
         ]
         return np.array(found, dtype=np.int64).reshape(-1, 3)
+
+    @cached_property
+    def experts(self) -> Integers:
+        """The expert of each band, 0 where there is one weight."""
+        return self._cut[:, 3] if self.blocks else np.zeros(len(self.bands), np.int64)
+
+    @cached_property
+    def _cut(self) -> Integers:
+        """[bands, 4]: first row, rows, shard, expert."""
+        found, first = [], 0
+        for shard, block in enumerate(self.blocks):
+            for expert, rows in enumerate(block):
+                found += [
+                    (first + row, min(self.block_m, rows - row), shard, expert) for row in range(0, rows, self.block_m)
+                ]
+                first += rows
+        return np.array(found, dtype=np.int64).reshape(-1, 4)
 
     @cached_property
     def shard_rows(self) -> tuple[int, ...]:
@@ -72,7 +97,8 @@ class TileGrid:
     @cached_property
     def band_counts(self) -> tuple[int, ...]:
         """Bands of each shard."""
-        return tuple(-(-rows // self.block_m) for rows in self.shards)
+        blocks = self.blocks or tuple((rows,) for rows in self.shards)
+        return tuple(sum(-(-rows // self.block_m) for rows in block) for block in blocks)
 
     @property
     def columns(self) -> int:

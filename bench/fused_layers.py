@@ -1,0 +1,150 @@
+"""Layers of tensor parallelism as fused kernels and as their rivals: matmul + collective, PyTorch's async-TP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from fused_common import BF16, Bench, Made, Variants, integers
+
+from undertow.plan.defaults import fused_plan
+from undertow.plan.plan import Share
+
+ROTATED = 200 << 20  # bytes of weights that decode calls take in turn
+
+
+def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
+    """matmul_reduce_scatter (or, `reduce`, matmul_all_reduce): x [m, k] and w [k, n] on each rank."""
+    operator = "matmul_all_reduce" if reduce else "matmul_reduce_scatter"
+    problem = bench.problem(operator, m, n, k)
+    shard = m // bench.size
+    mine = slice(0, m) if reduce else slice(bench.rank * shard, (bench.rank + 1) * shard)
+    total = torch.zeros(m if reduce else shard, n, device=bench.device)
+    for rank in range(bench.size):
+        x_theirs, w_theirs = bench.factors(m, k, n, rank)
+        total += (x_theirs[mine] @ w_theirs).float()
+    x, w = bench.factors(m, k, n, bench.rank)
+    want = total.to(BF16)
+    del total
+    y = torch.empty(m, n, device=bench.device, dtype=BF16)
+    out = torch.empty(m if reduce else shard, n, device=bench.device, dtype=BF16)
+    plan = fused_plan(problem, "peer")
+    assert plan.tile is not None
+    alone = bench.gemm(x, w, y, plan.tile)
+    found: Variants = {
+        "cublas": lambda _: torch.mm(x, w, out=y), "gemm": lambda _: (alone(), y)[1],
+        "fused": bench.fused(x, w, out, problem, plan),
+    }  # fmt: skip
+    if bench.options["guarded"]:
+        found["guarded"] = bench.fused(x, w, out, problem, plan, guarded=True)
+    source, scattered = bench.buffer("source", m * n), bench.buffer("out", m * n if reduce else shard * n)
+    for ctas in bench.ctas():
+        if reduce:
+            made = bench.executable("two_shot", ctas, target="direct", in_place=True)
+            spans, into = [m * n], source
+        else:
+            made = bench.executable("reduce_scatter_direct", ctas, target="direct", in_place=False)
+            spans, into = [shard * n] * bench.size, scattered
+
+        def serial(_: int, made: Any = made, spans: list[int] = spans, into: Any = into) -> torch.Tensor:
+            torch.mm(x, w, out=source.local.view(m, n))
+            made.run(source, into, spans)
+            return into.local.view(want.shape)
+
+        found[f"serial {ctas}"] = serial
+    operators = torch.ops.symm_mem
+    if reduce:
+        found["torch"] = lambda _: (
+            torch.mm(x, w, out=source.local.view(m, n)),
+            operators.two_shot_all_reduce_(source.local, "sum", bench.name).view(m, n),
+        )[1]
+    else:
+        found["torch"] = lambda _: operators.fused_matmul_reduce_scatter(x, w, "sum", 0, bench.name)
+    return found, want, (y, out, scattered.local)
+
+
+def gather(bench: Bench, m: int, k: int, n: int) -> Made:
+    """all_gather_matmul: x [m / ranks, k], w [k, n]."""
+    problem = bench.problem("all_gather_matmul", m, n, k)
+    shard = m // bench.size
+    whole = torch.cat([integers(shard, k, 100 + rank, bench.device, 3) for rank in range(bench.size)])
+    w = integers(n, k, 200 + bench.rank, bench.device, 16).t()
+    x = whole[bench.rank * shard : (bench.rank + 1) * shard].clone()
+    want = whole @ w
+    y, out = (torch.empty(m, n, device=bench.device, dtype=BF16) for _ in range(2))
+    plan = fused_plan(problem, "peer")
+    assert plan.tile is not None
+    alone = bench.gemm(whole, w, y, plan.tile)
+    found: Variants = {
+        "cublas": lambda _: torch.mm(whole, w, out=y), "gemm": lambda _: (alone(), y)[1],
+        "fused": bench.fused(x, w, out, problem, plan),
+    }  # fmt: skip
+    for loaders in bench.options["loaders"]:
+        if loaders != plan.share.communication_ctas:
+            other = replace(plan, share=Share(communication_ctas=loaders))
+            found[f"fused {loaders}"] = bench.fused(x, w, out, problem, other)
+    source, gathered = bench.buffer("out", shard * k), bench.buffer("source", m * k)
+    source.local.view(shard, k).copy_(x)
+    for ctas in bench.ctas():
+        made = bench.executable("all_gather_direct", ctas, target="direct", in_place=False)
+
+        def serial(_: int, made: Any = made) -> torch.Tensor:
+            made.run(source, gathered, [shard * k] * bench.size)
+            return torch.mm(gathered.local.view(m, k), w, out=y)
+
+        found[f"serial {ctas}"] = serial
+    found["torch"] = lambda _: torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, bench.name)[1][0]
+    return found, want, (y, out)
+
+
+def decode(bench: Bench, m: int, k: int, n: int) -> Made:
+    """matmul_all_reduce of few rows, weights in turn."""
+    problem = bench.problem("matmul_all_reduce", m, n, k)
+    count = max(1, -(-ROTATED // (2 * k * n)))
+    x = bench.factors(m, k, n, bench.rank)[0]
+    first = bench.factors(m, k, n, bench.rank)[1]
+    weights = [first, *(first.t().clone().t() for _ in range(count - 1))]
+    total = torch.zeros(m, n, device=bench.device)
+    for rank in range(bench.size):
+        x_theirs, w_theirs = bench.factors(m, k, n, rank)
+        total += (x_theirs @ w_theirs).float()
+    want = total.to(BF16)
+    out, y = (torch.empty(m, n, device=bench.device, dtype=BF16) for _ in range(2))
+    base = fused_plan(problem, "peer")
+    assert base.tile is not None
+    plans = {"fused": base}
+    for block_n, split in bench.options["decode"]:
+        plans[f"fused {block_n}/{split}"] = replace(base, tile=(base.tile[0], block_n), split=split)
+    found: Variants = {"cublas": lambda which: torch.mm(x, weights[which], out=y)}
+    for name, plan in plans.items():
+        calls = [bench.fused(x, w, out, problem, plan) for w in weights]
+        found[name] = lambda which, calls=calls: calls[which](which)  # type: ignore[misc]
+    source = bench.buffer("source", m * n)
+    mine = source.local.view(m, n)
+    spans = [m * n]
+    serials = {
+        "two_shot": (bench.executable("two_shot", 8, target="direct", in_place=True), source),
+        "packets": (bench.executable("one_shot", 8, target="staged", packets=True), None),
+    }
+    for name, (made, into) in serials.items():
+
+        def serial(which: int, made: Any = made, into: Any = into) -> torch.Tensor:
+            torch.mm(x, weights[which], out=mine)
+            made.run(source if into is not None else source.local, into if into is not None else y.view(-1), spans)
+            return mine if into is not None else y
+
+        found[f"serial {name}"] = serial
+    operators = torch.ops.symm_mem
+    found["torch one-shot"] = lambda which: (
+        torch.mm(x, weights[which], out=mine), operators.one_shot_all_reduce(source.local, "sum", bench.name)
+    )[1].view(m, n)  # fmt: skip
+    found["torch two-shot"] = lambda which: (
+        torch.mm(x, weights[which], out=mine), operators.two_shot_all_reduce_(source.local, "sum", bench.name)
+    )[1].view(m, n)  # fmt: skip
+    return found, want, (out, y, source.local, count)
+
+
+def reduce(bench: Bench, m: int, k: int, n: int) -> Made:
+    """matmul_all_reduce."""
+    return scatter(bench, m, k, n, reduce=True)

@@ -1,0 +1,244 @@
+"""Rows that change ranks (all_to_all): whose they are, where they go, which expert's weight multiplies them.
+
+`sizes[sender][receiver][expert]` are rows. A rank's rows stand by the rank at the other end and, in that, by expert:
+
+    what leaves    rows for rank 0 (of expert 0, of expert 1, ...), rows for rank 1, ...
+    what arrives   rows from rank 0 (of expert 0, of expert 1, ...), rows from rank 1, ...
+
+Experts are those of the rank that multiplies: of the sender for matmul_all_to_all, of the receiver for
+all_to_all_matmul. One weight is one expert. Bands of tiles never straddle two blocks: a block is rows of one expert for
+one rank. From these counts alone a sender knows the rows and the words at the receiver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .fused import BAND_LINE, COLUMN, COLUMNS, LINE, PLACE, ROW, ROWS, STRIDE
+from .tiles import Integers
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+WHOM, WORD = 6, 7  # columns of a line of `leaving_table`: LINE * expert + receiver, and the tile's word there
+EXPERT = 7  # of `arriving_tiles`
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows [row, row + rows) of a matrix that go to (or come from) rank `peer` and that `expert` multiplies.
+
+    `there`: their first row in the matrix at the other end.
+    """
+
+    row: int
+    rows: int
+    peer: int
+    expert: int
+    there: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How many rows go from each rank to each, for each expert."""
+
+    sizes: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @staticmethod
+    def of(sizes: Sequence[Sequence[Sequence[int]]]) -> Tokens:
+        return Tokens(tuple(tuple(tuple(int(one) for one in block) for block in row) for row in sizes))
+
+    @staticmethod
+    def of_splits(matrix: Sequence[Sequence[int]]) -> Tokens:
+        """One weight for all rows: matrix[sender][receiver]."""
+        return Tokens(tuple(tuple((int(rows),) for rows in row) for row in matrix))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def experts(self) -> int:
+        return len(self.sizes[0][0])
+
+    @cached_property
+    def matrix(self) -> list[list[int]]:
+        """Rows by sender and receiver."""
+        return [[sum(block) for block in row] for row in self.sizes]
+
+    @cached_property
+    def back(self) -> Tokens:
+        """The way back: what a receiver got, it sends."""
+        return Tokens(tuple(zip(*self.sizes, strict=True)))
+
+    @property
+    def most(self) -> int:
+        """Rows of the rank that receives most."""
+        return max(sum(row[rank] for row in self.matrix) for rank in range(self.ranks))
+
+    @property
+    def usual_rows(self) -> int:
+        """Rows of a block, on average over those that have any; the same on all ranks."""
+        found = [one for row in self.sizes for block in row for one in block if one]
+        return -(-sum(found) // len(found)) if found else 0
+
+    def leaving(self, rank: int) -> tuple[Block, ...]:
+        """Blocks of the rows that `rank` sends, as they stand; empty ones are left out."""
+        found, row = [], 0
+        for peer, block in enumerate(self.sizes[rank]):
+            there = sum(one[peer] for one in self.matrix[:rank])
+            for expert, rows in enumerate(block):
+                if rows:
+                    found.append(Block(row, rows, peer, expert, there))
+                row, there = row + rows, there + rows
+        return tuple(found)
+
+    def arriving(self, rank: int) -> tuple[Block, ...]:
+        """Blocks of the rows that `rank` receives, as they stand."""
+        return self.back.leaving(rank)  # the way back leaves as this one arrived
+
+    def lines(self, rank: int, block_m: int) -> tuple[int, ...]:
+        """The first band of each sender among those that `rank` receives, and how many there are in the end."""
+        counts = [sum(-(-rows // block_m) for rows in row[rank]) for row in self.sizes]
+        return tuple(sum(counts[:sender]) for sender in range(self.ranks + 1))
+
+    def most_lines(self, block_m: int) -> int:
+        """Bands of the rank that receives most of them."""
+        return max(self.lines(rank, block_m)[-1] for rank in range(self.ranks))
+
+
+def segments(blocks: Sequence[Block], first: int, count: int) -> list[tuple[int, int, int]]:
+    """(row, rows, expert) of rows [first, first + count), cut where experts change; neighbours of one expert as one."""
+    found: list[tuple[int, int, int]] = []
+    for block in blocks:
+        start, stop = max(first, block.row), min(first + count, block.row + block.rows)
+        if start >= stop:
+            continue
+        if found and found[-1][2] == block.expert and sum(found[-1][:2]) == start:
+            found[-1] = (found[-1][0], stop - found[-1][0], block.expert)
+        else:
+            found.append((start, stop - start, block.expert))
+    return found
+
+
+def bands_of(blocks: Sequence[Block], block_m: int, of: int) -> list[Block]:
+    """Bands of the blocks of one rank, in order."""
+    return [
+        Block(one.row + row, min(block_m, one.rows - row), one.peer, one.expert, one.there + row)
+        for one in blocks
+        if one.peer == of
+        for row in range(0, one.rows, block_m)
+    ]
+
+
+def _walk(bands: int, columns: int, group_bands: int) -> tuple[Integers, Integers]:
+    """Band and column of every tile: groups of bands, column by column, as everywhere."""
+    found = []
+    whole = bands // group_bands * group_bands
+    for start, stop, size in ((0, whole, group_bands), (whole, bands, bands - whole)):
+        if start < stop and columns:
+            band = np.arange(start, stop).reshape(-1, 1, size).repeat(columns, axis=1)
+            column = np.broadcast_to(np.arange(columns)[None, :, None], band.shape)
+            found.append((band.reshape(-1), column.reshape(-1)))
+    if not found:
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
+
+
+def _tiles(bands: Sequence[Block], n: int, plan: Plan) -> tuple[Integers, Integers, Integers]:
+    """Of every tile of these bands, in order: row, rows, expert, there (four columns); number of its band; column."""
+    assert plan.tile is not None
+    columns = -(-n // plan.tile[1])
+    number, column = _walk(len(bands), columns, plan.group_bands)
+    known = np.array([(one.row, one.rows, one.expert, one.there) for one in bands], np.int64).reshape(-1, 4)
+    return known[number], number, column
+
+
+def _joined(tables: Sequence[Integers]) -> Integers:
+    table = np.concatenate([np.zeros((0, 8), np.int64), *tables])
+    table.flags.writeable = False  # it is handed out again
+    return table
+
+
+@lru_cache(64)
+def leaving_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
+    """[tiles, 8]: what the exchange of `rank` computes, in order: for the following ranks first, its own rows last.
+
+    row, rows, column, columns of the product; place (of the first element) and stride in the receiver's matrix; LINE *
+    expert + the receiver; the tile's word there: its band among those that the receiver gets, in order of senders.
+    """
+    assert plan.tile is not None
+    block_m, block_n = plan.tile
+    columns, blocks, found = -(-n // block_n), tokens.leaving(rank), []
+    for step in range(1, tokens.ranks + 1):
+        to = (rank + step) % tokens.ranks
+        band, number, column = _tiles(bands_of(blocks, block_m, to), n, plan)
+        table = np.zeros((len(number), 8), np.int64)
+        table[:, ROW], table[:, ROWS], table[:, COLUMN] = band[:, 0], band[:, 1], column * block_n
+        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
+        table[:, PLACE], table[:, STRIDE] = band[:, 3] * n + table[:, COLUMN], n
+        table[:, WHOM] = LINE * band[:, 2] + to
+        table[:, WORD] = (tokens.lines(to, block_m)[rank] + number) * columns + column
+        found.append(table)
+    return _joined(found)
+
+
+@lru_cache(64)
+def collected_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
+    """[tiles, 8]: what an exchange brings to `rank`, in the order in which it is sent: rank r - 1 sends to r first.
+
+    row, rows, column, columns of the output; the tile's word; its sender.
+    """
+    assert plan.tile is not None
+    block_m, block_n = plan.tile
+    columns, blocks, lines, found = -(-n // block_n), tokens.arriving(rank), tokens.lines(rank, block_m), []
+    for step in range(1, tokens.ranks):
+        source = (rank - step) % tokens.ranks
+        band, number, column = _tiles(bands_of(blocks, block_m, source), n, plan)
+        table = np.zeros((len(number), 8), np.int64)
+        table[:, ROW], table[:, ROWS], table[:, COLUMN] = band[:, 0], band[:, 1], column * block_n
+        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
+        table[:, 4], table[:, 5] = (lines[source] + number) * columns + column, source
+        found.append(table)
+    return _joined(found)
+
+
+@lru_cache(64)
+def push_table(tokens: Tokens, plan: Plan, rank: int) -> Integers:
+    """[bands, 8]: what `rank` pushes, nearest first: row, rows of x; the receiver; row there; the band's line there."""
+    assert plan.tile is not None
+    block_m, blocks, found = plan.tile[0], tokens.leaving(rank), []
+    for step in range(1, tokens.ranks):
+        to = (rank - step) % tokens.ranks
+        line = tokens.lines(to, block_m)[rank]
+        bands = bands_of(blocks, block_m, to)
+        rows = [(one.row, one.rows, to, one.there, line + number, 0, 0, 0) for number, one in enumerate(bands)]
+        found.append(np.array(rows, np.int64).reshape(-1, 8))
+    return _joined(found)
+
+
+@lru_cache(64)
+def arriving_tiles(tokens: Tokens, n: int, plan: Plan, rank: int) -> tuple[Integers, int]:
+    """([tiles, 8], how many of them are of own rows): what an all_to_all_matmul of `rank` multiplies, in order.
+
+    As `fused.gather_table`, with the expert; own rows are those of x, the others' those of the matrix that arrives.
+    """
+    assert plan.tile is not None
+    block_m, block_n = plan.tile
+    blocks, lines, found = tokens.arriving(rank), tokens.lines(rank, block_m), []
+    for step in range(tokens.ranks):
+        source = (rank + step) % tokens.ranks
+        band, number, column = _tiles(bands_of(blocks, block_m, source), n, plan)
+        table = np.zeros((len(number), 8), np.int64)
+        table[:, ROW], table[:, ROWS] = band[:, 3 if source == rank else 0], band[:, 1]
+        table[:, COLUMN] = column * block_n
+        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
+        table[:, PLACE], table[:, STRIDE] = band[:, 0] * n + table[:, COLUMN], n
+        table[:, BAND_LINE], table[:, EXPERT] = lines[source] + number, band[:, 2]
+        found.append(table)
+    return _joined(found), len(found[0])

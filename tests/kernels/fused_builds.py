@@ -1,0 +1,107 @@
+"""Fused kernels compiled without a GPU, as the operators launch them: with TMA (sm_90), or plain (sm_80)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ptx import CompiledKernel, compile_kernel
+
+from undertow.kernels.fused_decode import fused_decode_kernel
+from undertow.kernels.fused_exchange import fused_exchange_kernel
+from undertow.kernels.fused_gather import fused_gather_kernel
+from undertow.kernels.fused_scatter import fused_scatter_kernel
+
+STAGES = 4
+WATCH = {"abort": "*i32", "error": "*i32", "deadline_ns": "i64"}
+BLOCK_K = {"sm_90": 64, "sm_80": 32}
+
+
+def operands(
+    target: str, tile: tuple[int, int], transposed: bool, grouped: bool, a: tuple[str, ...], b: str
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Types of the factors, and what is known of their alignment: descriptors, or pointers."""
+    if target == "sm_80":
+        return dict.fromkeys((*a, b), "*bf16"), dict.fromkeys((*a, b), 16)
+    inner = BLOCK_K[target]
+    block = f"{tile[1]}, {inner}" if transposed else f"{inner}, {tile[1]}"
+    types = dict.fromkeys(a, f"tensordesc<bf16[{tile[0]}, {inner}]>")
+    return types | {b: f"tensordesc<bf16[{'1, ' if grouped else ''}{block}]>"}, {}
+
+
+def scatter(
+    ranks: int = 2, broadcast: bool = True, tile: tuple[int, int] = (128, 256), target: str = "sm_90"
+) -> CompiledKernel:
+    factors, aligned = operands(target, tile, True, False, ("a",), "b")
+    slot = f"tensordesc<bf16[1, {tile[0]}, {tile[1] // 2}]>" if target == "sm_90" else "*i32"
+    types = {
+        **factors, **{f"c{one}": slot for one in range(8)},
+        **dict.fromkeys(("partials", "out", "reduced", "bias"), "*bf16"),
+        **dict.fromkeys(("table", "bases", "reduced_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
+        **dict.fromkeys(("tiles", "own", "active", "inner", "n", "lines", "rank"), "i32"),
+        **dict.fromkeys(("plane", "half", "a_row", "b_row"), "i64"), **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": True, "RANKS": ranks,
+        "BROADCAST": broadcast, "BIAS": False, "ACTIVATION": 0,
+    }  # fmt: skip
+    aligned |= {"partials": 16, "out": 16, "reduced": 16, "n": 16}
+    return compile_kernel(fused_scatter_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
+
+
+def gather(
+    bulk: bool = True, target: str = "sm_90", tile: tuple[int, int] = (128, 256), tokens: bool = False,
+    transposed: bool = False, even: bool = True, bias: bool = False,
+) -> CompiledKernel:  # fmt: skip
+    """`tokens`: as all_to_all_matmul launches it, with announced calls and grouped weights."""
+    factors, aligned = operands(target, tile, transposed, tokens, ("mine", "gathered"), "b")
+    types = {
+        **factors, "c": f"tensordesc<bf16[{tile[0]}, {tile[1] // 2}]>" if bulk else "*i32",
+        **dict.fromkeys(("x", "out", "bias"), "*bf16"),
+        **dict.fromkeys(("table", "pushes", "bases", "word_bases"), "*i64"),
+        **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
+        **dict.fromkeys(("tiles", "own", "count", "active", "loaders", "inner"), "i32"),
+        **dict.fromkeys(("capacity", "lines", "parts", "rank"), "i32"),
+        **dict.fromkeys(("stride", "b_row", "b_expert"), "i64"), **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": transposed,
+        "GROUPED": tokens, "PARTS": 2 if bulk else 4, "BULK": bulk, "EVEN": even, "BIAS": bias, "ACTIVATION": 0,
+        "WIDTH": 1024, "RANKS": 4, "ANNOUNCED": tokens,
+    }  # fmt: skip
+    aligned |= {"x": 16, "out": 16}
+    return compile_kernel(fused_gather_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
+
+
+def exchange(
+    ranks: int = 4, bulk: bool = True, target: str = "sm_90", tile: tuple[int, int] = (128, 256), grouped: bool = True,
+    transposed: bool = True, even: bool = True, bias: bool = False,
+) -> CompiledKernel:  # fmt: skip
+    factors, aligned = operands(target, tile, transposed, grouped, ("a",), "b")
+    slot = f"tensordesc<bf16[1, {tile[0]}, {tile[1] // 4}]>" if bulk else "*i32"
+    types = {
+        **factors, **{f"c{one}": slot for one in range(8)}, **dict.fromkeys(("arrived", "out", "bias"), "*bf16"),
+        **dict.fromkeys(("table", "arriving", "bases", "word_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
+        **dict.fromkeys(("tiles", "coming", "active", "inner", "n", "lines", "rank"), "i32"),
+        **dict.fromkeys(("a_row", "b_row", "b_expert", "half"), "i64"), **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": transposed,
+        "GROUPED": grouped, "RANKS": ranks, "BULK": bulk, "EVEN": even, "BIAS": bias, "ACTIVATION": 0,
+    }  # fmt: skip
+    aligned |= {"arrived": 16} | ({"out": 16, "n": 16} if even else {})
+    return compile_kernel(fused_exchange_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
+
+
+def decode(rows: int, at_once: int, ranks: int = 4, target: str = "sm_90", **changes: Any) -> CompiledKernel:
+    factors, aligned = operands(target, (rows, 256), True, False, ("x",), "w")
+    types = {
+        **factors, "out": "*bf16", "bias": "*bf16", "bases": "*i64", "packets": "*i64", "epochs": "*i32",
+        **dict.fromkeys(("rows", "n", "inner", "active", "rank"), "i32"),
+        **dict.fromkeys(("half", "a_row", "b_row"), "i64"), **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BLOCK_M": rows, "BLOCK_N": 256, "BLOCK_K": BLOCK_K[target], "TRANSPOSED": True, "SPLIT": 1, "RANKS": ranks,
+        "LANES": 256, "AT_ONCE": at_once, "BIAS": False, "ACTIVATION": 0, **changes,
+    }  # fmt: skip
+    aligned |= {"out": 16, "packets": 16, "n": 16, "inner": 16}
+    return compile_kernel(fused_decode_kernel, types, constants, target, 8, aligned, num_stages=STAGES)

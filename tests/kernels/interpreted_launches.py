@@ -1,0 +1,243 @@
+"""Launches of the fused kernels as the operators make them, by Triton's interpreter on the CPU: with TMA, and without.
+
+What is real: operands, tables, stages, the arguments of the kernels, the kernels themselves. What is not: signals
+(`interpreted_tokens.py`), streams, the driver. Ranks come one after the other and wait for nobody, so every call is
+made twice with the same number: the first time for what it sends, the second for what it finds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+_open: Any = ctypes.CDLL
+
+
+class _NoDriver:
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: 0
+
+
+ctypes.CDLL = lambda name, *rest, **more: (  # type: ignore[misc,assignment]
+    _NoDriver() if "libcuda" in str(name) else _open(name, *rest, **more)
+)
+
+import interpreted_tokens as parts  # noqa: E402 - its replacements of signals hold here, too
+
+from undertow.fabric.cuda import CudaFabric  # noqa: E402
+from undertow.kernels import fused_decode  # noqa: E402
+from undertow.ops import fused_cuda, tokens_cuda  # noqa: E402
+from undertow.ops.all_gather_matmul import reference as gathered_reference  # noqa: E402
+from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference  # noqa: E402
+from undertow.ops.finish import Finish  # noqa: E402
+from undertow.ops.fused_stage import Stage  # noqa: E402
+from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference  # noqa: E402
+from undertow.ops.matmul_reduce_scatter import reference as scattered_reference  # noqa: E402
+from undertow.plan import fused  # noqa: E402
+from undertow.plan.defaults import fused_plan, tokens_plan  # noqa: E402
+from undertow.plan.problem import Problem  # noqa: E402
+from undertow.plan.tokens import Tokens  # noqa: E402
+
+CTAS = 3
+HALF = torch.float16
+
+
+class Node:
+    """Ranks that share this process's memory."""
+
+    def __init__(self, ranks: int, bulk: bool) -> None:
+        self.ranks, self.bulk, self.stages = ranks, bulk, dict[Any, list[Stage]]()
+        parts.BULK[0] = bulk
+
+    def fabric(self, rank: int) -> Any:
+        made = object.__new__(CudaFabric)
+        made.group = types.SimpleNamespace(rank=rank, size=self.ranks, deadline=1.0, device=torch.device("cpu"))
+        made.device, made.multiprocessors, made.bulk_copies = made.group.device, CTAS, self.bulk
+        made.guard = types.SimpleNamespace(abort=parts.NOBODY, error=parts.NOBODY)  # type: ignore[assignment]
+        made.node = self  # type: ignore[attr-defined]
+        return made
+
+    def stage(self, fabric: Any, kind: Any, elements: int, lines: int, dtype: torch.dtype, unit: int = 8) -> Stage:
+        if kind not in self.stages:
+            half = -(-elements // (8 * unit)) * 8 * unit
+            lines += lines % 2
+            poison = float("nan") if dtype.is_floating_point else -1
+            data = [torch.full((2 * half,), poison, dtype=dtype) for _ in range(self.ranks)]
+            words = [torch.zeros((lines + CTAS) * fused.LINE, dtype=torch.int32) for _ in range(self.ranks)]
+            bases = parts.addresses(data), parts.addresses(words)
+            self.stages[kind] = [
+                Stage(
+                    _buffer(data, rank), half, _buffer(words, rank), lines, *(_counters() for _ in range(3)), *bases, 0
+                )
+                for rank in range(self.ranks)
+            ]
+        return self.stages[kind][fabric.group.rank]
+
+    def run(self, call: Callable[[Any, int], Callable[[], None]]) -> None:
+        """Every rank's call, twice with the same number."""
+        for again in range(2):
+            for rank in range(self.ranks):
+                call(self.fabric(rank), rank)()
+            if not again:
+                for stages in self.stages.values():
+                    for stage in stages:
+                        stage.epochs -= 1
+                        stage.taken.zero_()
+        for stages in self.stages.values():
+            for stage in stages:
+                stage.taken.zero_()
+
+
+def _counters() -> torch.Tensor:
+    return torch.zeros(2 * fused.LINE, dtype=torch.int32)
+
+
+def _buffer(tensors: list[torch.Tensor], rank: int) -> Any:
+    return types.SimpleNamespace(local=tensors[rank], peer=lambda one: tensors[one])
+
+
+@triton.jit
+def sent(pointers, data, flag, wanted):
+    tl.store(pointers, data.to(tl.int64) & 0xFFFFFFFF, mask=wanted)
+
+
+def settled(pointers: Any, wanted: Any, flag: Any, watch: Any) -> Any:
+    return tuple(tl.load(one).to(tl.int32) for one in pointers)
+
+
+fused_decode.send, fused_decode.settle, fused_decode.has_bulk_copies = sent, settled, parts.bulk_copies  # type: ignore
+for _module in (fused_cuda, tokens_cuda):
+    _module.stage_of = lambda fabric, *rest, **more: fabric.node.stage(fabric, *rest, **more)  # type: ignore[attr-defined]
+    _module.device_table = lambda fabric, key, make: parts.table(make())  # type: ignore[attr-defined]
+    _module.load = lambda *arguments: None  # type: ignore[attr-defined]
+Stage.follow = Stage.enqueued = lambda self, device: None  # type: ignore[method-assign,assignment]
+
+
+def made(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).to(HALF)
+
+
+def poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, float("nan"), dtype=HALF)
+
+
+def wide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [one.float() for one in tensors]
+
+
+SIZES = [[[3, 0], [70, 1]], [[0, 0], [2, 5]]]
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize(("n", "k", "transposed"), [(136, 24, True), (33, 13, False)])
+def test_an_exchange_as_it_is_launched(n: int, k: int, transposed: bool, bulk: bool) -> None:
+    tokens, node = Tokens.of(SIZES), Node(2, bulk)
+    xs = [made(sum(row), k, seed=rank) for rank, row in enumerate(tokens.matrix)]
+    ws = [made(2, k, n, seed=9 + rank) for rank in range(2)]
+    ws = [w.mT.contiguous().mT if transposed else w for w in ws]
+    bias = made(2, n, seed=3)
+    problem = Problem.for_splits(
+        tokens.matrix, n, k, dtype="float16", device="cuda", multiprocessors=CTAS, bulk=bulk
+    )  # fmt: skip
+    plan = tokens_plan(problem, "peer", 1)
+    for _ in range(2):  # each turn
+        outs = [poisoned(sum(row[rank] for row in tokens.matrix), n) for rank in range(2)]
+
+        def call(fabric: Any, rank: int, outs: list[torch.Tensor] = outs) -> Callable[[], None]:
+            return tokens_cuda.exchange(xs[rank], ws[rank], outs[rank], tokens, plan, Finish(bias, "relu"), fabric)
+
+        node.run(call)
+        want = leaving_reference(
+            [torch.cat([x, x.new_ones(len(x), 1)], 1) for x in wide(xs)],
+            [torch.cat([w, bias.float()[:, None]], 1) for w in wide(ws)], SIZES,
+        )  # fmt: skip
+        for got, right in zip(outs, want, strict=True):
+            assert torch.equal(got, torch.relu(right).to(HALF))
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize(("n", "transposed"), [(136, True), (33, False)])
+def test_rows_that_arrive_as_it_is_launched(n: int, transposed: bool, bulk: bool) -> None:
+    tokens, node, k = Tokens.of(SIZES), Node(2, bulk), 24
+    xs = [made(sum(row), k, seed=rank) for rank, row in enumerate(tokens.matrix)]
+    ws = [made(2, k, n, seed=9 + rank) for rank in range(2)]
+    ws = [w.mT.contiguous().mT if transposed else w for w in ws]
+    problem = Problem.for_splits(
+        tokens.back.matrix, k, n, dtype="float16", device="cuda", multiprocessors=CTAS, bulk=bulk
+    )  # fmt: skip
+    plan = tokens_plan(problem, "peer", 1, k)
+    rows = [sum(row[rank] for row in tokens.matrix) for rank in range(2)]
+    for _ in range(2):
+        outs, kept = [poisoned(count, n) for count in rows], [poisoned(count, k) for count in rows]
+
+        def call(
+            fabric: Any, rank: int, outs: list[torch.Tensor] = outs, kept: list[torch.Tensor] = kept
+        ) -> Callable[[], None]:
+            nothing = Finish(None, "none")
+            return tokens_cuda.arrive(
+                xs[rank], ws[rank], kept[rank], outs[rank], tokens, plan, nothing, fabric, None, True
+            )  # fmt: skip
+
+        node.run(call)
+        identity = [torch.eye(k).expand(2, k, k)] * 2
+        for got, right in zip(outs, arriving_reference(wide(xs), wide(ws), SIZES), strict=True):
+            assert torch.equal(got, right.to(HALF))
+        for got, right in zip(kept, arriving_reference(wide(xs), identity, SIZES), strict=True):
+            assert torch.equal(got, right.to(HALF))
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+def test_a_scatter_and_a_gather_as_they_are_launched(bulk: bool) -> None:
+    m, n, k = 70, 136, 24
+    node, nothing = Node(2, bulk), Finish(None, "none")
+    xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(n, k, seed=9 + rank).t() for rank in range(2)]
+
+    def problem(operator: str, rows: int) -> Problem:
+        return Problem.of(
+            operator, rows, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=bulk
+        )  # fmt: skip
+
+    asked = problem("matmul_reduce_scatter", m)
+    outs = [poisoned(m // 2, n) for _ in range(2)]
+    node.run(lambda fabric, rank: fused_cuda.prepare(
+        xs[rank], ws[rank], outs[rank], asked, fused_plan(asked, "peer"), nothing, fabric
+    ))  # fmt: skip
+    for got, right in zip(outs, scattered_reference(wide(xs), wide(ws)), strict=True):
+        assert torch.equal(got, right.to(HALF))
+    whole = problem("all_gather_matmul", 2 * m)
+    outs = [poisoned(2 * m, n) for _ in range(2)]
+    node.run(lambda fabric, rank: fused_cuda.prepare(
+        xs[rank], ws[rank], outs[rank], whole, fused_plan(whole, "peer"), nothing, fabric
+    ))  # fmt: skip
+    for got, right in zip(outs, gathered_reference(wide(xs), wide(ws)), strict=True):
+        assert torch.equal(got, right.to(HALF))
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_few_rows_as_they_are_launched(transposed: bool, split: int) -> None:
+    """Without TMA: parts of K by pointers."""
+    m, n, k = 5, 136, 104
+    node = Node(2, False)
+    xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(k, n, seed=9 + rank) for rank in range(2)]
+    ws = [w.t().contiguous().t() if transposed else w for w in ws]
+    bias = made(n, seed=4)
+    asked = Problem.of(
+        "matmul_all_reduce", m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=False
+    )  # fmt: skip
+    plan = dataclasses.replace(fused_plan(asked, "peer"), split=split, tile=(16, 128))
+    outs = [poisoned(m, n) for _ in range(2)]
+    node.run(lambda fabric, rank: fused_cuda.prepare(
+        xs[rank], ws[rank], outs[rank], asked, plan, Finish(bias, "relu"), fabric
+    ))  # fmt: skip
+    want = torch.relu(sum(x @ w for x, w in zip(wide(xs), wide(ws), strict=True)) + bias.float()).to(HALF)
+    for got in outs:
+        assert torch.equal(got, want)

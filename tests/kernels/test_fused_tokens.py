@@ -1,0 +1,140 @@
+"""Fused kernels of rows that change ranks, and all fused kernels without TMA: ordering, registers, arithmetic."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fused_builds import STAGES, decode, exchange, gather, scatter
+from ptx import CompiledKernel, check_acquire_order, check_after_bulk_stores, check_release_order
+
+from undertow.plan import fused
+
+SHARED = {90: 227 << 10, 80: 99 << 10}  # bytes that a CTA may have; on sm_89, which runs what is made for sm_80, 99 KiB
+PLAIN: dict[str, Callable[[], CompiledKernel]] = {
+    "scatter": lambda: scatter(4, True, (128, 128), "sm_80"),
+    "scatter of 8": lambda: scatter(8, True, (64, 128), "sm_80"),
+    "gather": lambda: gather(False, "sm_80", (128, 128)),
+    "arrive": lambda: gather(False, "sm_80", (128, 128), tokens=True, even=False, bias=True),
+    "exchange": lambda: exchange(8, False, "sm_80", (128, 128), bias=True),
+    "exchange of odd columns": lambda: exchange(8, False, "sm_80", (64, 128), even=False),
+    "decode": lambda: decode(64, 4, 8, "sm_80"),
+}
+BULK: dict[str, Callable[[], CompiledKernel]] = {
+    "exchange": exchange,
+    "exchange of 8, one weight, bias": lambda: exchange(8, grouped=False, transposed=False, bias=True),
+    "exchange of few rows": lambda: exchange(2, tile=(64, 256)),
+    "exchange of odd columns": lambda: exchange(4, False, tile=(64, 256), even=False, bias=True),
+    "arrive": lambda: gather(False, tokens=True, bias=True),
+    "arrive, transposed": lambda: gather(True, tokens=True, transposed=True),
+}
+
+
+def covering(ptx: str) -> list[str]:
+    """Releases that do not cover ordinary stores. Who completes bulk stores is looked at apart."""
+    return [one for one in check_release_order(ptx) if "cp.async.bulk" not in one]
+
+
+def unordered_loads(ptx: str) -> list[str]:
+    """Loads that may run before the acquire that covers them. Bulk loads are of this rank's own factors."""
+    return [one for one in check_acquire_order(ptx) if "cp.async.bulk.tensor" not in one.split(": ")[1]]
+
+
+def without(ptx: str, what: str, by: str = "") -> str:
+    spoiled = re.sub(what, by, ptx)
+    assert spoiled != ptx, what
+    return spoiled
+
+
+def test_plain_tiles_are_those_that_are_compiled_here() -> None:
+    assert fused.PLAIN_TILES == ((128, 128), (64, 128))
+
+
+@pytest.mark.parametrize("name", BULK)
+def test_with_tma_loads_run_ahead_and_nothing_spills(name: str) -> None:
+    kernel = BULK[name]()
+    assert kernel.spills == 0
+    assert STAGES * (64 + 256) * 64 * 2 <= kernel.shared <= SHARED[90]
+    assert "wgmma.mma_async" in kernel.ptx
+
+
+def test_a_tile_arrives_before_its_word() -> None:
+    """Bulk stores are completed by who issued them; the barrier before covers the ordinary ones of tails."""
+    ptx = exchange().ptx
+    assert check_after_bulk_stores(ptx, r"st\.release\.sys", r"3d") >= 2, "in the loop, and after it for the last tile"
+    assert covering(ptx) == []
+    bare = r"barrier\.sync 0;(\s*mov\.u32 thread, %tid\.x;\s*setp\.ge\.u32 other, thread, 64;)"
+    assert covering(without(ptx, bare, r"\1")) != []
+    for dropped in ("cp.async.bulk.wait_group 0;", "fence.proxy.async;"):
+        with pytest.raises(AssertionError):
+            check_after_bulk_stores(without(ptx, rf"    {re.escape(dropped)}\n"), r"st\.release\.sys", r"3d")
+
+
+def test_what_arrived_is_read_after_its_word() -> None:
+    ptx = exchange().ptx
+    assert unordered_loads(ptx) == []
+    assert unordered_loads(without(ptx, r"JOIN:\n\s*barrier\.red\.or\.pred failed, 0, failed;", "JOIN:")) != []
+
+
+def test_nothing_leaves_before_all_have_announced_the_call_before() -> None:
+    """The wait for announcements, then the fence between what it acquired and bulk stores, then the first of those."""
+    ptx = exchange().ptx
+    wait, fence = ptx.index("ld.acquire.sys.global.b32 seen"), ptx.index("fence.proxy.async.global;")
+    announced, stored = ptx.index("add.s64 place, place,"), ptx.index("cp.async.bulk.tensor.3d.global")
+    assert announced < wait < fence < stored
+
+
+def test_rows_of_tokens_are_read_after_they_were_waited_for() -> None:
+    ptx = gather(False, tokens=True, bias=True).ptx
+    assert check_acquire_order(ptx) == []
+    assert check_acquire_order(without(ptx, r"fence\.proxy\.async\.global;")) != []
+    assert check_release_order(ptx) == []
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_without_tma_nothing_spills_and_copies_run_ahead(name: str) -> None:
+    kernel = PLAIN[name]()
+    assert kernel.spills == 0
+    assert kernel.registers <= 255
+    assert kernel.shared <= SHARED[80]
+    assert "cp.async.cg.shared.global" in kernel.ptx, "loads of 16 bytes that run ahead"
+    assert "cp.async.bulk" not in kernel.ptx
+    assert "wgmma" not in kernel.ptx
+
+
+@pytest.mark.parametrize("name", [one for one in PLAIN if one != "decode"])
+def test_without_tma_words_cover_stores_and_waits_come_before_loads(name: str) -> None:
+    ptx = PLAIN[name]().ptx
+    assert check_release_order(ptx) == []
+    assert check_acquire_order(ptx) == []
+    assert check_acquire_order(without(ptx, r"barrier\.red\.or\.pred failed, 0, failed;")) != []
+    # A word is told behind a barrier of its own text, or (rows that are pushed) of Triton's.
+    bare = without(ptx, r"barrier\.sync 0;|bar\.sync\s+0;")
+    assert check_release_order(bare) != []
+
+
+def interpreted(name: str) -> None:
+    """Through Triton's interpreter, which is chosen when a kernel is defined: in a process of its own."""
+    folder = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name)]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_arithmetic() -> None:
+    interpreted("interpreted_tokens.py")
+
+
+def test_an_exchange_as_it_is_launched() -> None:
+    interpreted("interpreted_launches.py::test_an_exchange_as_it_is_launched[136-24-True-True]")
+
+
+@pytest.mark.nightly
+def test_every_launch() -> None:
+    interpreted("interpreted_launches.py")
