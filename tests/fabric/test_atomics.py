@@ -153,3 +153,25 @@ def test_copies_are_exact(count: int) -> None:
     assert np.array_equal(target[3 : 3 + count], source[5 : 5 + count])
     assert not target[:3].any()
     assert not target[3 + count :].any()
+
+
+def test_a_paced_copy_takes_as_long_as_its_link_would() -> None:
+    source = np.random.default_rng(1).integers(0, 255, 100_000, dtype=np.uint8)
+    target = np.zeros(100_000, dtype=np.uint8)
+    begin = time.perf_counter_ns() + 1_000_000
+    # 0.01 bytes a nanosecond: 10 ms, and the millisecond before it begins.
+    atomics.copy_paced(int(target.ctypes.data), int(source.ctypes.data), 100_000, 30_000, begin, 0.01)
+    taken = time.perf_counter_ns() - begin
+    assert np.array_equal(target, source)
+    assert taken >= 10_000_000
+    assert taken < 200_000_000  # a busy machine wakes it late, but not so late
+
+
+def test_a_moment_that_has_passed_is_not_waited_for() -> None:
+    target = np.zeros(1000, dtype=np.uint8)
+    began = time.perf_counter_ns()
+    atomics.copy_paced(int(target.ctypes.data), int(target.ctypes.data), 0, 100, 0, 1.0)
+    source = np.ones(1000, dtype=np.uint8)
+    atomics.copy_paced(int(target.ctypes.data), int(source.ctypes.data), 1000, 100, 0, 1.0)
+    assert time.perf_counter_ns() - began < 100_000_000
+    assert target.all()

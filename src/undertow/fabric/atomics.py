@@ -3,9 +3,9 @@
 Memory ordering is in the names. A *release* makes every earlier store of this thread visible to whoever *acquires*
 the same word. x86 would forgive a missing one; the generated LLVM says what was asked for, and a test reads it.
 
-Waits spin briefly (two free cores: the word changes within a microsecond), then give the core away (more ranks than
-cores: the writer needs it), then sleep until the writer wakes them. They run without the GIL and return after a *slice*
-of at most 50 ms, so that Python can look at Ctrl-C, deadlines and lost ranks in between.
+Waits spin briefly (two free cores: the word changes within a microsecond), then sleep until the writer wakes them; they
+never yield, for whoever yields on a busy core comes last when it is his turn. They run without the GIL and return after
+a *slice* of at most 50 ms, so that Python can look at Ctrl-C, deadlines and lost ranks in between.
 
 A *signal* is a word with another one behind it, which counts who sleeps: so a writer makes a system call only if
 somebody does. Sleeper: count itself, look at the signal, sleep unless it has changed since. Writer: change the signal,
@@ -27,9 +27,8 @@ from numba.extending import intrinsic
 
 ARRIVED, SLICE_OVER, ABORTED = 0, 1, 2
 
-SPINS = 4000  # about 40 us of polling with a pause in between, where every rank has a core
+SPINS = 1000  # about 10 us of polling with a pause in between, where every rank has a core
 SPINS_CROWDED = 100  # where it has not: whoever is waited for may need this one
-SPINS_A_YIELD = 20
 SLEEPS = 25  # of 2 ms
 SLEEPERS = 4  # bytes from a signal to the count of those who sleep
 _SLEEP_NANOSECONDS = 2_000_000
@@ -151,9 +150,6 @@ def relax(typing_context: Any) -> Any:
     return types.void(), generate
 
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
-
-
 @intrinsic  # type: ignore[untyped-decorator]
 def sleep_while(typing_context: Any, address: Any, seen: Any) -> Any:
     """Sleep until somebody wakes the sleepers of the word at `address`, 2 ms at most; not if it is not `seen`."""
@@ -184,6 +180,26 @@ def wake_all(typing_context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.uintp), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def sleep_until(typing_context: Any, nanoseconds: Any) -> Any:
+    """Sleep until the monotonic clock (`time.perf_counter_ns` on Linux) shows `nanoseconds`; not if it already does."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        word, number = ir.IntType(64), ir.IntType(32)
+        moment = cgutils.alloca_once(builder, ir.ArrayType(word, 2))
+        second = ir.Constant(word, 10**9)
+        for index, value in enumerate((builder.sdiv(values[0], second), builder.srem(values[0], second))):
+            place = [ir.Constant(number, 0), ir.Constant(number, index)]
+            builder.store(value, builder.gep(moment, place, inbounds=True))
+        kind = ir.FunctionType(number, [number, number, moment.type, moment.type])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_nanosleep")
+        clock, absolute = (ir.Constant(number, 1) for _ in range(2))  # CLOCK_MONOTONIC, TIMER_ABSTIME
+        builder.call(function, [clock, absolute, moment, ir.Constant(moment.type, None)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
 
 
 def _call_futex(builder: Any, address: Any, operation: int, value: Any, timeout: Any) -> None:
@@ -222,6 +238,17 @@ def copy(destination: int, source: int, count: int) -> None:
     copy_bytes(destination, source, count)
 
 
+@_compiled("void(uintp, uintp, int64, int64, int64, float64)")
+def copy_paced(destination: int, source: int, count: int, block: int, begin: int, speed: float) -> None:
+    """Copy `count` bytes as a link of `speed` bytes a nanosecond would that begins at `begin` (nanoseconds), asleep
+    for most of the time: so many bytes at a time as `block` says, none done before its moment.
+    """
+    for first in range(0, count, block):
+        size = min(block, count - first)
+        copy_bytes(destination + first, source + first, size)
+        sleep_until(begin + numba.int64((first + size) / speed))
+
+
 @_compiled("void(uintp, int32)")
 def signal_set(signal: int, value: int) -> None:
     """Set a signal and wake who waits for it; releases this thread's earlier stores."""
@@ -256,10 +283,6 @@ def wait(signal: int, target: int, abort: int, spins: int) -> Any:
         if numba.int32(load_acquire(signal) - target) >= 0:
             return ARRIVED
         relax()
-    for _ in range(spins // SPINS_A_YIELD):
-        if numba.int32(load_acquire(signal) - target) >= 0:
-            return ARRIVED
-        _sched_yield()
     for _ in range(SLEEPS):
         if load_acquire(abort) != 0:
             return ABORTED

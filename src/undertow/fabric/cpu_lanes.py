@@ -136,7 +136,7 @@ class DmaLane(Lane):
     def __init__(self, fabric: CpuFabric) -> None:
         self._pairs = fabric.handoffs()
         self.pace = Pace.parse(settings.DMA_PACE.get())
-        self._link_free = 0.0
+        self._link_free = 0
         self._link = threading.Lock()
         self._sending, self._sharing = _Engine(self._move), _Engine(self._move)
 
@@ -176,26 +176,18 @@ class DmaLane(Lane):
     def _move(self, job: _Job) -> None:
         self._pairs.claim(job.peer, job.slot)
         with timeline.event("copy", engine=self.name, bytes=job.source.nbytes, to=job.peer):
-            begin = self._reserve(job.source.nbytes)
-            for offset in range(0, job.source.nbytes, _BLOCK):
-                size = min(_BLOCK, job.source.nbytes - offset)
-                atomics.copy(job.address + offset, job.source.data_ptr() + offset, size)
-                if self.pace:
-                    _sleep_until(begin + (offset + size) / self.pace.bandwidth)
+            pace, source, count = self.pace, job.source.data_ptr(), job.source.nbytes
+            if pace is None:
+                atomics.copy(job.address, source, count)
+            else:  # without the GIL from block to block: who must ask for it on a busy core wakes milliseconds late
+                begin = self._reserve(count, pace)
+                atomics.copy_paced(job.address, source, count, _BLOCK, begin, pace.bandwidth / 1e9)
         self._pairs.deliver(job.peer, job.slot)
 
-    def _reserve(self, nbytes: int) -> float:
-        """When the emulated link begins with these bytes: after what was reserved before, and its latency."""
-        begin = time.perf_counter()
-        if self.pace:
-            with self._link:
-                begin = max(begin, self._link_free) + self.pace.latency
-                self._link_free = begin + nbytes / self.pace.bandwidth
+    def _reserve(self, nbytes: int, pace: Pace) -> int:
+        """When the emulated link begins with these bytes, in nanoseconds: after what was reserved before, and its
+        latency."""
+        with self._link:
+            begin = max(time.perf_counter_ns(), self._link_free) + round(pace.latency * 1e9)
+            self._link_free = begin + round(nbytes / pace.bandwidth * 1e9)
         return begin
-
-
-def _sleep_until(moment: float) -> None:
-    """Sleeps, never spins: the emulated engine must leave the cores to those who compute."""
-    remaining = moment - time.perf_counter()
-    if remaining > 0:
-        time.sleep(remaining)
