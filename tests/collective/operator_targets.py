@@ -367,6 +367,16 @@ def made_again() -> list[str]:
             and mean.equal(data(rank, count, torch.float32))
         ):
             wrong.append(f"all_reduce {count} avg")
+    complex_one = torch.tensor([1 + 2j, 3 + 4j]) * (rank + 1)
+    wanted = torch.cat([torch.tensor([1 - 2j, 3 - 4j]) * (one + 1) for one in range(size)])
+    for turn in range(2):  # views whose bytes are not their values, in and out
+        co.all_gather(complex_one, out=torch.empty(2 * size, dtype=complex_one.dtype))
+        if not co.all_gather(complex_one.conj(), out=torch.empty_like(wanted)).equal(wanted):
+            wrong.append(f"all_gather of a conjugate {turn}")
+        out = torch.empty_like(wanted)
+        co.all_gather(complex_one, out=out.conj())
+        if not out.equal(wanted):
+            wrong.append(f"all_gather into a conjugate {turn}")
     try:
         co.all_gather(torch.ones(1000), out=torch.ones(3))
         wrong.append("a result that is too short")

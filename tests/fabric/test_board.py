@@ -8,6 +8,8 @@ import threading
 import numpy as np
 import pytest
 
+import undertow as ut
+from undertow.errors import UndertowError
 from undertow.fabric.board import ROOM, Board
 from undertow.fabric.segment import Segment
 
@@ -66,3 +68,30 @@ def test_whoever_waits_looks_up_and_may_give_up() -> None:
     abort[0] = 1  # the group has failed: nobody sleeps for a whole slice
     with pytest.raises(TimeoutError, match="rank 1"):
         made[2].exchange(b"", enough)
+
+
+def test_an_interrupted_exchange_ends_the_group() -> None:
+    """Its notices would otherwise be taken for those of the next one."""
+    assert ut.launch(interrupted, 2, device="cpu", deadline=10) == ["RankLost", "RankLost"]
+
+
+def interrupted() -> str:
+    group = ut.init()
+    if group.rank == 0:
+
+        def interrupt(rank: int) -> None:
+            raise KeyboardInterrupt
+
+        group._waiting = lambda purpose: interrupt  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            group.exchange(1, "first")
+        group._store.set("interrupted", "yes")
+    else:
+        group._store.wait(["interrupted"])  # so that rank 0 has to wait for this one
+        group.exchange(1, "first")
+    try:
+        group.exchange(2, "second")
+        group.exchange(3, "third")
+    except UndertowError as error:
+        return type(error).__name__
+    return "went on"

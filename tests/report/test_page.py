@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
+from undertow.cli.report import report
 from undertow.collective.algorithms import LIBRARY
 from undertow.errors import InvalidArgument
 from undertow.fabric.events import Event, Timeline
@@ -112,6 +113,16 @@ def test_a_long_timeline_shows_its_longest_events(monkeypatch: pytest.MonkeyPatc
     assert "shortest 15 events are left out" in made
 
 
+def test_a_tall_timeline_shows_its_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page, "MOST_ROWS", 3)
+    made = page.timeline(Timeline([Event("e", rank, "compute", 0, 0) for rank in range(5)]))
+    data = json.loads(re.search(r'json">(.*?)</script>', made)[1])  # type: ignore[index]
+    assert data["rows"] == [f"rank {rank} · compute" for rank in range(3)]
+    assert len(data["events"]) == 3
+    assert data["end"] == 1  # a moment without length can still be drawn
+    assert "last 2 rows are left out" in made
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
@@ -125,6 +136,7 @@ def test_a_long_timeline_shows_its_longest_events(monkeypatch: pytest.MonkeyPatc
         ("a.json", '{"format": "undertow comparison 1", "variants": {"a": {"samples": []}}}', "KeyError"),
         ("a.json", json.dumps({"format": DEMO_FORMAT, "title": "", "sentences": [], "rows": [{}]}), "KeyError"),
         ("a.json", '{"machine": "m", "lines": [{"nodes": "x"}]}', "ValueError"),
+        ("a.json", "[" * 700 + "]" * 700, "RecursionError"),
         ("a.json", '{"gpus": []}', "a.json"),
         ("a.xml", "<algo", "a.xml"),
     ],
@@ -136,6 +148,13 @@ def test_damage_is_one_sentence(name: str, content: str, reason: str, tmp_path: 
         sections(path)
     assert type(caught.value).__module__ == "undertow.errors"
     assert "\n" not in str(caught.value)
+
+
+def test_half_of_a_surrogate_pair_does_not_spoil_the_page(tmp_path: Path) -> None:
+    path, out = tmp_path / "timeline.json", tmp_path / "page.html"
+    path.write_text(json.dumps(Timeline([Event("\ud800", 0, "compute", 0, 5)], {"name": "\ud800"}).to_chrome()))
+    report([path], out, "title \ud800")
+    assert "<dd>?</dd>" in out.read_text()
 
 
 def test_a_number_that_nobody_measured_is_refused(tmp_path: Path) -> None:

@@ -27,5 +27,7 @@ def report(
 
     check_writable(out)
     made = [section for path in inputs for section in sections(path)]
-    out.write_text(page(title, made), encoding="utf-8")
-    typer.echo(f"The report is {out}: {', '.join(section.title for section in made)}.")
+    text = page(title, made).encode("utf-8", "replace")  # half of a surrogate pair is no text
+    out.write_bytes(text)
+    titles = ", ".join(section.title for section in made).encode("utf-8", "replace").decode()
+    typer.echo(f"The report is {out}: {titles}.")

@@ -276,7 +276,9 @@ def _run(
     if not (in_place or at_home) and source.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
         source = source.clone()
     source = source.resolve_conj().resolve_neg().contiguous()
-    if in_place or not out.is_contiguous():
+    if (
+        in_place or not out.is_contiguous() or out.is_conj() or out.is_neg()
+    ):  # the bytes of such a view are not its values
         out = source if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     nbytes = sum(spans) * source.element_size()
     table = tables.of(on) if program is None else None
@@ -320,6 +322,9 @@ def _remember(
     if settings.CHECK.is_on() or tensor.numel() == 0 or on.device.type != "cpu" or placement.current() is not None:
         return
     if not (group is None or isinstance(group, (Group, dist.ProcessGroup))):  # a mesh may equal another one
+        return
+    known = repeated.find(collective, group, program, op, tensor)
+    if known is not None and not known.over:
         return
     table = tables.of(on) if program is None else None
     kind = _kind(

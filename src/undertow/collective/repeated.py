@@ -6,6 +6,7 @@ goes the long way, to the same executable, so that ranks may take different ways
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,13 +38,13 @@ class Repeated:
         group = self._group
         if group.reserved or timeline.current() is not None or not (tensor.is_cpu and tensor.is_contiguous()):
             return False
-        if tensor.requires_grad or tensor.is_neg():
+        if tensor.requires_grad or tensor.is_neg() or tensor.is_conj():
             return False
         source = target = tensor.data_ptr()
         if out is not tensor:
             if not (out.is_cpu and out.is_contiguous() and out.dim() == 1 and out.numel() == self._elements):
                 return False
-            if out.dtype != tensor.dtype or out.requires_grad or out.is_neg():
+            if out.dtype != tensor.dtype or out.requires_grad or out.is_neg() or out.is_conj():
                 return False
             target = out.data_ptr()
             apart = target >= source + tensor.nbytes or source >= target + out.nbytes
@@ -67,6 +68,7 @@ class Repeated:
 
 
 _known: dict[tuple[object, ...], Repeated] = {}
+_remembering = threading.Lock()  # calls of different groups may come from different threads
 
 
 def find(collective: str, group: object, program: Program | None, op: str, tensor: torch.Tensor) -> Repeated | None:
@@ -84,11 +86,12 @@ def remember(
     """`what`: the first arguments of `find`. All `spans` are equally long, so that a call's own tensors tell that they
     fit."""
     collective, group, program, op = what
-    for dead in [key for key, known in _known.items() if known.over]:
-        del _known[dead]
-    if len(_known) >= _MOST:
-        _known.clear()
     elements = spans[0] if collective == "reduce_scatter" else sum(spans)
     shard = on.rank * tensor.nbytes if collective == "all_gather" else None
     key = (collective, group or dist.group.WORLD, program, op, tensor.dtype, tensor.numel())
-    _known[key] = Repeated(on, prepared, elements, shard)
+    with _remembering:
+        for dead in [one for one, known in _known.items() if known.over]:
+            del _known[dead]
+        if len(_known) >= _MOST:
+            _known.clear()
+        _known[key] = Repeated(on, prepared, elements, shard)

@@ -152,7 +152,10 @@ def relax(typing_context: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def sleep_while(typing_context: Any, address: Any, seen: Any) -> Any:
-    """Sleep until somebody wakes the sleepers of the word at `address`, 2 ms at most; not if it is not `seen`."""
+    """Sleep until somebody wakes the sleepers of the word at `address`, 2 ms at most.
+
+    Not if the word is not `seen` any more, where the system can tell that and going to sleep apart from a change.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         word = ir.IntType(64)

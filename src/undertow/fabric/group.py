@@ -152,7 +152,7 @@ class Group:
         """Every rank's `value` (anything JSON can hold), by rank. Collective, for the same `purpose` on all ranks."""
         self.check()
         mine = json.dumps([purpose, value]).encode()
-        notices = self._board.exchange(mine, self._waiting(purpose)) if self._board is not None else None
+        notices = self._post(self._board, mine, purpose) if self._board is not None else None
         values = []
         for rank, notice in enumerate(notices if notices is not None else self._gather(mine, purpose)):
             theirs, other = json.loads(notice.decode())
@@ -162,6 +162,16 @@ class Group:
                 )
             values.append(other)
         return values
+
+    def _post(self, board: Board, mine: bytes, purpose: str) -> list[bytes] | None:
+        """Over the board. Whatever interrupts it ends the group: notices would no longer meet those of their number."""
+        try:
+            return board.exchange(mine, self._waiting(purpose))
+        except BaseException as error:
+            if not self.failed:
+                reason = f"{purpose} was interrupted by {type(error).__name__}"
+                self.fail(errors.RankLost(rank=self.rank, group=self.name, reason=reason))
+            raise
 
     def _gather(self, mine: bytes, purpose: str) -> list[bytes]:
         """Every rank's bytes by Gloo: between nodes, and where they are too long for a board."""
@@ -186,7 +196,7 @@ class Group:
                 reason = f"it ended while {purpose} waited for it"
                 self.fail(errors.RankLost(rank=rank, group=self.name, reason=reason))
             elif time.monotonic() - began > self.deadline:
-                self.fail(self.why_waiting(None, f"{purpose} did not complete in {self.deadline:g} s"))
+                self.fail(self.why_waiting(rank, f"{purpose} did not complete in {self.deadline:g} s"))
             self.check()
 
         return look

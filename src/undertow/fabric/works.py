@@ -21,18 +21,20 @@ class InThread:
     """A blocking call that nothing can interrupt, made into a `Work`: a thread makes the call, the caller can leave."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
+        self._call: Callable[[], object] | None = call
         self._done = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         _hand_over(self)
 
     def run(self) -> None:
         """Make the call; in the thread that was found for it."""
+        assert self._call is not None
         try:
             self._call()
-        except Exception as error:  # raised again by `wait`, in the thread that asked
+        except BaseException as error:  # raised again by `wait`, in the thread that asked
             self._error = error
         finally:
+            self._call = None  # what it holds must not live as long as this
             self._done.set()
 
     def is_completed(self) -> bool:
@@ -55,16 +57,15 @@ def _hand_over(work: InThread) -> None:
     try:
         _idle.pop().put(work)  # one step: two callers never find the same one
     except IndexError:
-        threading.Thread(target=_serve, args=(work,), name="undertow-wait", daemon=True).start()
+        inbox: queue.SimpleQueue[InThread] = queue.SimpleQueue()
+        inbox.put(work)
+        threading.Thread(target=_serve, args=(inbox,), name="undertow-wait", daemon=True).start()
 
 
-def _serve(work: InThread) -> None:
-    inbox: queue.SimpleQueue[InThread] = queue.SimpleQueue()
+def _serve(inbox: queue.SimpleQueue[InThread]) -> None:
     while True:
-        work.run()
-        del work  # what it holds must not live until the next call
+        inbox.get().run()
         _idle.append(inbox)
-        work = inbox.get()
 
 
 os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads

@@ -1,7 +1,7 @@
 """The layout of the proxy ring: what a kernel writes and the proxy thread reads, in pinned host memory.
 
     byte   0   unused; the counter of tickets stands in device memory, because not every link has atomics
-    byte 128   tail, int32: descriptors consumed, written by the host alone
+    byte 128   tail, int32: descriptors consumed, written by the host alone; behind it how many on the host sleep for it
     byte 256   descriptors, 64 bytes each: eight int64 words
 
 Tickets are int32 and wrap around. Ticket t uses descriptor `t % capacity`; the kernel may fill it once `t - tail` is

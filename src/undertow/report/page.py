@@ -18,6 +18,8 @@ from rich.table import Table
 from ..fabric.events import Timeline
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+MOST_ROWS = 500
+"""Of a timeline: a canvas can only be so high."""
 MOST_EVENTS = 100_000
 """Of a timeline: a browser draws so many without delay. The longest ones are shown of more."""
 
@@ -81,16 +83,18 @@ def picture(svg: str) -> str:
 
 def timeline(shown: Timeline) -> str:
     """Ranks and their engines as rows, to zoom into and to move along."""
-    events = sorted(shown.events, key=lambda event: -event.duration_ns)[:MOST_EVENTS]
-    left_out = len(shown.events) - len(events)
+    order = {engine: place for place, engine in enumerate(shown.engines)}
+    rows = sorted({(event.rank, event.engine) for event in shown.events}, key=lambda row: (row[0], order[row[1]]))
+    unseen, rows = len(rows) - MOST_ROWS, rows[:MOST_ROWS]
+    row_of = {row: place for place, row in enumerate(rows)}
+    events = [event for event in shown.events if (event.rank, event.engine) in row_of]
+    left_out = len(events) - MOST_EVENTS
+    events = sorted(events, key=lambda event: -event.duration_ns)[:MOST_EVENTS]
     events.sort(key=lambda event: event.start_ns)
     origin = min((event.start_ns for event in events), default=0)
-    order = {engine: place for place, engine in enumerate(shown.engines)}
-    rows = sorted({(event.rank, event.engine) for event in events}, key=lambda row: (row[0], order[row[1]]))
-    row_of = {row: place for place, row in enumerate(rows)}
     names, details = _Numbers(), _Numbers()
     data = {
-        "end": max((event.end_ns - origin for event in events), default=1),
+        "end": max([1, *(event.end_ns - origin for event in events)]),
         "rows": [f"rank {rank} · {engine}" for rank, engine in rows],
         "events": [
             [
@@ -106,7 +110,9 @@ def timeline(shown: Timeline) -> str:
         "details": details.texts,
     }
     said = "wheel or + − to zoom, drag or arrows to move, double click or 0 for all of it"
-    if left_out:
+    if unseen > 0:
+        said += f"; the last {unseen} rows are left out"
+    if left_out > 0:
         said += f"; the shortest {left_out} events are left out"
     return _stage("timeline", data, f'<canvas tabindex="0" aria-label="timeline"></canvas>{sentence(said, quiet=True)}')
 

@@ -30,7 +30,16 @@ def sections(path: Path) -> list[Section]:
         return [schedule_section(_schedule(path))]
     try:
         found = _sections(data, path.name)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, ZeroDivisionError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        OverflowError,
+        ZeroDivisionError,
+        RecursionError,
+    ) as error:
         said = f"{type(error).__name__}: {error}"
         raise InvalidArgument(argument="file", was=f"{path} ({said})", must=f"whole: {_KNOWN}") from error
     if found:

@@ -47,7 +47,7 @@
         this.canvas.setPointerCapture(event.pointerId);
         this.grip = { x: event.offsetX, from: this.from, to: this.to };
       });
-      this.canvas.addEventListener("pointerup", () => { this.grip = null; });
+      for (const ends of ["pointerup", "pointercancel"]) this.canvas.addEventListener(ends, () => { this.grip = null; });
       this.canvas.addEventListener("pointermove", (event) => this.moved(event));
       this.canvas.addEventListener("pointerleave", () => { this.tip.style.display = "none"; });
       this.canvas.addEventListener("dblclick", () => this.view(0, this.end));
