@@ -200,10 +200,11 @@ def history() -> dict[str, Any]:
 def tuned() -> dict[str, Any]:
     """ut.tune measures anew, whatever is known, and what it finds is what later calls run."""
     group = ut.init()
-    before = multiply()
-    x, w = torch.ones(ROWS, INNER), torch.ones(INNER, COLUMNS)
-    decision = ut.tune(ut.matmul_all_reduce, x, w, group=group, budget_seconds=0.3)
-    after = multiply()
+    rows = 512 * ROWS  # of few rows, hardly any plan but serial is worth measuring
+    before = multiply(rows=rows)
+    x, w = torch.ones(rows, INNER), torch.ones(INNER, COLUMNS)
+    decision = ut.tune(ut.matmul_all_reduce, x, w, group=group, budget_seconds=1.0)
+    after = multiply(rows=rows)
     inside = ut.tune(lambda: multiply(rows=5), budget_seconds=0.1)
     return {
         "plan": decision.plan == after.plan,
