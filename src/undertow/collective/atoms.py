@@ -59,18 +59,8 @@ def lay_out(trace: Trace, contract: Contract, grain: int, in_place: bool) -> Mem
     for rank in range(ranks):
         for buffer in range(2, buffers):
             size[rank, buffer] = trace.scratch_size(rank, buffer) * grain
-    at = 0
-    for rank in range(ranks):
-        if in_place:
-            assert contract.in_place is not None
-            holder = contract.holder(rank)
-            held = OUTPUT if holder == INPUT else INPUT
-            first[rank, holder], first[rank, held] = at, at + contract.in_place[rank]
-            at += int(size[rank, holder])
-        else:
-            first[rank, INPUT], first[rank, OUTPUT] = at, at + size[rank, INPUT]
-            at += int(size[rank, INPUT] + size[rank, OUTPUT])
-    user_atoms = at
+    first[:, :2], user_atoms = contract.user_places(in_place)
+    at = user_atoms
     for rank in range(ranks):
         for buffer in range(2, buffers):
             first[rank, buffer] = at

@@ -65,6 +65,23 @@ class Contract:
         """In place, which user buffer of a rank the other lies in: 0, its input (reduce_scatter), or 1, its output."""
         return int(self.inputs[rank] <= self.outputs[rank])
 
+    def user_places(self, in_place: bool) -> tuple[NDArray[np.int64], int]:
+        """[rank, buffer]: the first atom of every rank's input (0) and output (1); and how many atoms they have.
+
+        In place one of the two lies inside the other.
+        """
+        first, at = np.zeros((self.ranks, 2), np.int64), 0
+        for rank in range(self.ranks):
+            if in_place:
+                assert self.in_place is not None
+                holder = self.holder(rank)
+                first[rank, holder], first[rank, 1 - holder] = at, at + self.in_place[rank]
+                at += int((self.inputs, self.outputs)[holder][rank])
+            else:
+                first[rank] = at, at + self.inputs[rank]
+                at += int(self.inputs[rank] + self.outputs[rank])
+        return first, at
+
     def refined(self, grain: int) -> Contract:
         """The same with every chunk cut into `grain`."""
         if grain == 1:

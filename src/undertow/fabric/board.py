@@ -4,7 +4,7 @@ Every rank has a board: a signal, the number of its last notice, and two places 
 place of its number's parity; then the signal is set, which releases it. Who has waited for notice n of everybody
 (acquiring it) has read their n - 1 before, so n + 1 can take the place of n - 1 without another word.
 
-At 8 ranks on two cores an exchange takes 0.4 ms this way; by two calls of Gloo's all_gather, polled, it took 28 ms.
+At 8 ranks on two cores an exchange takes 0.3 ms this way; by two calls of Gloo's all_gather 14 ms (bench/exchange.py).
 """
 
 from __future__ import annotations

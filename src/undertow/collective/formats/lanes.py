@@ -71,17 +71,8 @@ class Layout:
         ranks = contract.ranks
         size = np.array([contract.inputs, contract.outputs, *(sizes for _, sizes in others)], np.int64).T
         first = np.zeros_like(size)
-        at = 0
-        for rank in range(ranks):
-            if in_place and contract.in_place is not None:
-                holder = contract.holder(rank)
-                held = OUTPUT if holder == INPUT else INPUT
-                first[rank, holder], first[rank, held] = at, at + contract.in_place[rank]
-                at += int(size[rank, holder])
-            else:
-                first[rank, INPUT], first[rank, OUTPUT] = at, at + size[rank, INPUT]
-                at += int(size[rank, INPUT] + size[rank, OUTPUT])
-        user_atoms = at
+        first[:, :2], user_atoms = contract.user_places(in_place and contract.in_place is not None)
+        at = user_atoms
         for buffer in range(2, 2 + len(others)):
             for rank in range(ranks):
                 first[rank, buffer] = at
