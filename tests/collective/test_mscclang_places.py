@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -145,6 +147,16 @@ def test_what_is_sent_may_stand_in_an_output_before() -> None:
 def test_every_module_that_programs_import_from(module: str, names: list[str]) -> None:
     found = importlib.import_module(f"undertow.collective.msccl.{module}")
     assert all(getattr(found, name) is globals()[name] for name in names)
+
+
+def test_the_module_named_chunk_leaves_the_function_its_name() -> None:
+    """In a process of its own: only a module's first import sets its name on the package."""
+    script = (
+        "import undertow.collective.msccl.language.chunk\n"
+        "from undertow.collective.msccl.language import chunk, chunk_at\n"
+        "assert chunk is chunk_at"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_what_only_the_other_compiler_has_is_said() -> None:
