@@ -29,9 +29,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, compiled if possible. No fast arithmetic: both cores must round alike.
 
     Without Numba's counting of references, which is half of the time where many arrays are handed down; so a compiled
-    function makes no arrays.
+    function makes no arrays. Inlined into the loop that calls it: an array is seven arguments, which a call would push.
     """
     if _NUMBA is None:
         return function
-    options = {"cache": True, "nogil": True, "boundscheck": False, "_nrt": False}
+    options = {"cache": True, "nogil": True, "boundscheck": False, "_nrt": False, "forceinline": True}
     return _NUMBA.njit(**options)(function)  # type: ignore[no-any-return]
