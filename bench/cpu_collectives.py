@@ -1,13 +1,14 @@
 """Collectives on local CPU ranks, side by side: Undertow, Gloo and Open MPI, fp32, 1 KB to 64 MB.
 
-    round 1   for every number of ranks and every size:   one job of Undertow and Gloo, one job of Open MPI
-    round 2   the same again, the two jobs in the other order; and so on
+    round 1   for every number of ranks and every size:   one job of Undertow, one of Gloo, one of Open MPI
+    round 2   the same again, the jobs in the other order; and so on
 
-Undertow and Gloo share processes and tensors, and their blocks alternate (`timer.compare`). Open MPI needs processes of
-its own, so its jobs alternate with theirs, each a second long: what the machine does to one party, it does to all. A
-block is a row of calls on one buffer; its time is the slowest rank's, and its result is checked, exactly. The table
-has the median over rounds of the median over blocks; ratios are formed within rounds. A job during which other
-programs computed is run again while `--patience` lasts; rounds that stay disturbed count only where no other is left.
+Each party has processes of its own: with four ranks on two cores, the threads that Gloo leaves behind cost whoever
+shares its processes up to half as much again. Jobs alternate, each half a second long: what the machine does to one
+party, it does to all. A block is a row of calls on one buffer; its time is the slowest rank's, and its result is
+checked, exactly. The table has the median over rounds of the median over blocks; ratios are formed within rounds. A job
+during which other programs computed is run again while `--patience` lasts; rounds that stay disturbed count only where
+no other is left.
 
 Open MPI runs with the best settings found for a number of ranks (`--search-mpi` finds them: about six minutes).
 What `bytes` means for each collective is in mpi_collectives.py, beside the workload.
@@ -168,10 +169,8 @@ class CheckedClock:
     name = "wall, checked"
     default_calls = 1
 
-    def __init__(self, group: Group, workload: Workload, variants: Mapping[str, Callable[[], object]]) -> None:
-        self._group = group
-        self._workload = workload
-        self._party = {id(call): party for party, call in variants.items()}
+    def __init__(self, group: Group, workload: Workload, party: str) -> None:
+        self._group, self._workload, self._party = group, workload, party
 
     def now(self) -> float:
         return time.monotonic()
@@ -181,28 +180,27 @@ class CheckedClock:
             self._workload.fill()
             self._group.barrier()
             seconds = time_block(call, calls)
-            self._workload.check(self._party[id(call)])
+            self._workload.check(self._party)
             return seconds
 
         return sample
 
 
-def measure(case: Case, parties: Sequence[str], seconds: float) -> Job:
-    """Undertow and Gloo, on one rank."""
+def measure(party: str, case: Case, seconds: float) -> Job:
+    """Undertow or Gloo, on one rank."""
     group = ut.init()
     neighbours = Neighbours(lambda value: float(sum(group.exchange(value, "cpu time"))))
     workload = Workload(case, group.rank)
     source = torch.from_numpy(workload.source)
     target = source if case.in_place else torch.from_numpy(workload.target)
-    bind = {UNDERTOW: bind_undertow, GLOO: bind_gloo}
-    variants = {party: bind[party](case, source, target) for party in parties if party in bind}
+    call = {UNDERTOW: bind_undertow, GLOO: bind_gloo}[party](case, source, target)
     found = compare(
-        variants,
-        clock=CheckedClock(group, workload, variants),
+        {party: call},
+        clock=CheckedClock(group, workload, party),
         calls=case.calls,
         repeats=BLOCKS,
         warmup=WARMUP_BLOCKS,
-        budget_seconds=seconds * len(variants),
+        budget_seconds=seconds,
         reduce_max=group.reduce_max,
     )
     return Job(found.samples, neighbours.cores())
@@ -248,9 +246,9 @@ def gloo_group() -> dist.ProcessGroup:
     return made
 
 
-def torch_job(case: Case, parties: Sequence[str], seconds: float) -> Job:
-    """Undertow and Gloo in one set of processes."""
-    found = ut.launch(measure, case.ranks, device="cpu", args=(case, parties, seconds), deadline=60)[0]
+def torch_job(party: str, case: Case, seconds: float) -> Job:
+    """Undertow or Gloo."""
+    found = ut.launch(measure, case.ranks, device="cpu", args=(party, case, seconds), deadline=60)[0]
     assert isinstance(found, Job)
     return found
 
@@ -376,12 +374,11 @@ def run(plan: Plan, mpi: MpiRunner, patience: Patience, absent: dict[str, str]) 
         print(f"{elapsed:4.0f} s: round {number + 1} of {plan.rounds}", file=sys.stderr)
         for line in lines:
             case, this_round = line.case, line.new_round()
-            ours = [party for party in (UNDERTOW, GLOO) if party in plan.parties and party not in absent]
-            jobs: list[Callable[[], Job]] = []
-            if ours:
-                jobs.append(functools.partial(torch_job, case, ours, plan.seconds))
-            if MPI in plan.parties and MPI not in absent:
-                jobs.append(functools.partial(mpi.job, case, plan.seconds))
+            jobs: list[Callable[[], Job]] = [
+                functools.partial(mpi.job if party == MPI else functools.partial(torch_job, party), case, plan.seconds)
+                for party in plan.parties
+                if party not in absent
+            ]
             for job in jobs if number % 2 == 0 else reversed(jobs):
                 try:
                     this_round.add(patience.undisturbed(job))

@@ -26,11 +26,12 @@ _MOST = 1024  # kinds of calls: sizes may differ from call to call
 class Repeated:
     """A kind of call that has run before."""
 
-    __slots__ = ("_elements", "_group", "_prepared", "_shard", "ranks")
+    __slots__ = ("_complex", "_elements", "_group", "_prepared", "_shard", "ranks")
 
-    def __init__(self, group: Group, prepared: Prepared, elements: int, shard: int | None) -> None:
+    def __init__(self, group: Group, prepared: Prepared, dtype: torch.dtype, elements: int, shard: int | None) -> None:
         """`elements`: of the result; `shard`: bytes from its beginning to where the input may lie in it, or None."""
         self._group, self._prepared, self._elements, self._shard = group, prepared, elements, shard
+        self._complex = dtype.is_complex  # only such tensors can be conjugated views
         self.ranks = group.size
 
     def run(self, tensor: torch.Tensor, out: torch.Tensor) -> bool:
@@ -38,13 +39,13 @@ class Repeated:
         group = self._group
         if group.reserved or timeline.current() is not None or not (tensor.is_cpu and tensor.is_contiguous()):
             return False
-        if tensor.requires_grad or tensor.is_neg() or tensor.is_conj():
+        if tensor.requires_grad or tensor.is_neg() or (self._complex and tensor.is_conj()):
             return False
         source = target = tensor.data_ptr()
         if out is not tensor:
             if not (out.is_cpu and out.is_contiguous() and out.dim() == 1 and out.numel() == self._elements):
                 return False
-            if out.dtype != tensor.dtype or out.requires_grad or out.is_neg() or out.is_conj():
+            if out.dtype != tensor.dtype or out.requires_grad or out.is_neg() or (self._complex and out.is_conj()):
                 return False
             target = out.data_ptr()
             apart = target >= source + tensor.nbytes or source >= target + out.nbytes
@@ -94,4 +95,4 @@ def remember(
             del _known[dead]
         if len(_known) >= _MOST:
             _known.clear()
-        _known[key] = Repeated(on, prepared, elements, shard)
+        _known[key] = Repeated(on, prepared, tensor.dtype, elements, shard)

@@ -20,12 +20,18 @@ class Placement:
     ctas: int | None = None
 
 
-_here = threading.local()
+class _Here(threading.local):
+    """What was said around a thread's work. A default of the class costs a tenth of an attribute that is not there."""
+
+    placement: Placement | None = None
+
+
+_here = _Here()
 
 
 def current() -> Placement | None:
     """What was said around this thread's work; None where nobody said anything."""
-    return getattr(_here, "placement", None)
+    return _here.placement
 
 
 @contextlib.contextmanager
