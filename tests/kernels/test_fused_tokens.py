@@ -63,6 +63,16 @@ def test_with_tma_loads_run_ahead_and_nothing_spills(name: str) -> None:
     assert "wgmma.mma_async" in kernel.ptx
 
 
+@pytest.mark.parametrize("made", [exchange, scatter])
+def test_a_launch_of_no_cta_divides_by_no_zero(made: Callable[[], CompiledKernel]) -> None:
+    """Kernels are loaded by such a launch (`fused_stage.load`), and a flattened loop divides by its step."""
+    ptx = made().ptx
+    divisors = re.findall(r"div\.s32\s+%r\d+, %r\d+, (%r\d+);", ptx)
+    assert divisors
+    for one in divisors:
+        assert re.search(rf"max\.s32\s+{one}, %r\d+, 1;", ptx), f"{one} may be zero"
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("tile", fused.GPU_TILES)
 @pytest.mark.parametrize("transposed", [True, False])

@@ -138,6 +138,8 @@ def _keep(x: torch.Tensor, received: torch.Tensor, tokens: Tokens, stage: Stage,
 
     Which half they are in only the device knows, as a replayed call counts there.
     """
+    if received.numel() == 0:
+        return
     halves = stage.data.local.view(2, stage.half)[:, : received.numel()]
     received.view(1, -1).copy_(halves.index_select(0, stage.epochs[:1] & 1))
     first, there = sum(row[rank] for row in tokens.matrix[:rank]), sum(tokens.matrix[rank][:rank])
