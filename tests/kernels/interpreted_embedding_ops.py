@@ -176,15 +176,15 @@ def test_pooled_first_and_spread(grain: str) -> None:
 
 def test_a_captured_call_uses_the_lists_of_the_calls_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be uploaded in a capture, and the words that a captured call signals by are its own."""
-    node, capturing = Node([3, 5], [[8, 4], [12]], seed=3), False
+    node, capturing = Node([3, 5], [[8, 4], [12]], seed=3), [False]
     lists: dict[Any, torch.Tensor] = {}
 
     def device_table(fabric: Any, key: Any, make: Any) -> torch.Tensor:
-        assert key in lists or not capturing, f"{key[0]} would be uploaded in a capture"
+        assert key in lists or not capturing[0], f"{key[0]} would be uploaded in a capture"
         return lists.setdefault(key, torch.from_numpy(make()))
 
     monkeypatch.setattr(embedding_cuda, "device_table", device_table)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     problem = Problem.of(
         "embedding_all_to_all", sum(node.batches), max(node.layout.sent), 2, dtype="float32", ranks=node.size,
         device="cuda", multiprocessors=1, shards=node.batches,
@@ -192,7 +192,7 @@ def test_a_captured_call_uses_the_lists_of_the_calls_before_it(monkeypatch: pyte
     fabric, bags, held = node.fabric(0), node.bags(0), []
     for grain in ("serial", "chunked", "signaled"):
         plan = completed(default_plan(problem, grain, "dma"), node.layout.dims, 4, 2)
-        for capturing in (False, True):
+        for capturing[0] in (False, True):
             buffer = torch.full((bags.samples, bags.width), POISON)
             product = embedding_cuda.CudaPooling(fabric, bags, node.batches, plan, buffer, lambda: None)
             held.append(product)  # so that the next one's words stand elsewhere
