@@ -26,7 +26,7 @@ class _NoDriver:
 
 ctypes.CDLL = lambda name, *rest, **more: _NoDriver() if "libcuda" in str(name) else _real(name, *rest, **more)  # type: ignore[assignment,misc]
 from undertow.kernels import embedding  # noqa: E402
-from undertow.ops import embedding_all_to_all, embedding_cuda, embedding_peers  # noqa: E402
+from undertow.ops import cuda_product, embedding_all_to_all, embedding_cuda, embedding_peers  # noqa: E402
 from undertow.ops.bags import Bags  # noqa: E402
 from undertow.plan.bags import Layout, Piece, completed, slices  # noqa: E402
 from undertow.plan.defaults import default_plan  # noqa: E402
@@ -205,3 +205,9 @@ def test_a_captured_call_uses_the_lists_of_the_calls_before_it(monkeypatch: pyte
             if grain == "signaled":
                 assert all(int(product._words[32 * one]) == 1 for one in range(len(product._leaving)))
     assert len({one._words.data_ptr() for one in held}) == len(held)
+
+
+def test_words_of_a_first_call_in_inference_mode_serve_calls_in_any() -> None:
+    with torch.inference_mode():
+        words = cuda_product.counters(Node([1], [[4]], seed=0).fabric(0), 2)
+    words.zero_()
