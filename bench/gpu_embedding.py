@@ -1,7 +1,7 @@
 """Embedding + All-to-All in a virtual node: own lookup, serial, fused; over peers and over the host link.
 
 First exactness against a plain loop, then for every shape, in one run, interleaved, the slowest rank counts:
-- `lookup`: own kernel, written locally, beside torch's embedding_bag, table by table;
+- `lookup`: own kernel, written locally, beside torch's embedding_bag, table by table and all tables as one;
 - `serial`: lookup, then the All-to-All on all SMs, over the same lane; `move`: that All-to-All alone;
 - `chunked`: four parts of the batch, each on its way while the next one is looked up;
 - `fused`: one kernel that stores into peers' results; over the host link `signaled`: slices leave behind one kernel.
@@ -240,9 +240,15 @@ class Bench:
             for table, view in zip(bags.tables, views, strict=True):
                 torch.nn.functional.embedding_bag(view, table, mode="sum")
 
+        rows = len(bags.tables[0])  # all tables lie in one storage, so torch may also take them for one
+        stacked = self.storage.view(like.dtype)[: case.tables * rows * case.dim].view(-1, case.dim)
+        places = torch.arange(case.tables, device=self.device).view(-1, 1) * rows
+        every = (bags.values.view(case.tables, -1) + places).view(-1, case.pooling)
+
         variants: dict[str, Callable[[], object]] = {
             "lookup": lambda: embedding_run.pool_all(fabric, bags, layout, batches, local),
             "torch": torch_lookup,
+            "torch stacked": lambda: torch.nn.functional.embedding_bag(every, stacked, mode="sum"),
             "serial": called(SERIAL),
             "move": called(SERIAL, compute=False),
             "chunked": called(CHUNKED),
