@@ -215,3 +215,10 @@ def test_a_place_told_again_waits_for_the_stream_that_had_it(cuda: Any, monkeypa
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
         assert exchange.take(layout, [4], like).place == 1
     assert (first.waited_for, second.waited_for) == ([], [first])
+
+
+def test_the_first_call_is_refused_in_a_capture(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are made collectively, by the host: nothing of that can be captured."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(cuda.InvalidArgument, match="before it is captured"):
+        cuda.Exchange.of(SimpleNamespace(kept={}))

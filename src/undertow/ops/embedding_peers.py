@@ -75,6 +75,9 @@ class Exchange:
     def of(fabric: CudaFabric) -> Exchange:
         found = fabric.kept.get(id(_EXCHANGE))
         if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                was = "the first one over peers, inside a CUDA graph capture"
+                raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it makes words")
             found = fabric.kept[id(_EXCHANGE)] = Exchange(fabric)
         assert isinstance(found, Exchange)
         return found
