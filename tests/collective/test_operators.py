@@ -99,3 +99,12 @@ def test_a_group_made_again() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calls_made_again(ranks: int) -> None:
     assert ut.launch(targets.made_again, ranks, device="cpu") == [[]] * ranks
+
+
+def test_compiled_sums_have_names_of_their_own() -> None:
+    """Processes that fill an empty cache together number functions alike: only a name tells two sums apart there."""
+    from undertow.collective import cpu_interpreter as module
+
+    types = ("float32", "float64", "int32", "int64", "uint8", "int8", "int16")
+    names = {getattr(module, f"_sum_{one}").py_func.__qualname__ for one in types}
+    assert names == {f"_sum_{one}" for one in types}
