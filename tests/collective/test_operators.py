@@ -27,6 +27,10 @@ def test_a_users_own_program() -> None:
     assert ut.launch(targets.a_user_program, 3, device="cpu") == [True] * 3
 
 
+def test_a_strided_output_of_a_call_that_failed_is_poison() -> None:
+    assert ut.launch(targets.interrupted_into_strided_outputs, 2, device="cpu") == [[True, True]] * 2
+
+
 def test_refusals_name_the_argument() -> None:
     for said in ut.launch(targets.refusals, 2, device="cpu"):
         assert said == [

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from .. import settings
 from ..errors import InvalidArgument
 from ..fabric import placement
+from ..fabric.base import poison
 from ..fabric.flight_writer import call_text
 from ..fabric.group import Group
 from ..fabric.placement import Placement
@@ -293,8 +294,13 @@ def _run(
                 # Whoever made them may free them while this stream is still at work.
                 for one in (source, out):
                     one.record_stream(torch.cuda.current_stream(on.device))
-            with on.fabric.guarded_call((out,)):
-                run.run(source, out, spans, op)
+            try:
+                with on.fabric.guarded_call((out,)):
+                    run.run(source, out, spans, op)
+            except BaseException:
+                if given is not out:  # nothing will be copied there
+                    poison(given)
+                raise
     if given is not out:
         given.copy_(out)
 
