@@ -5,8 +5,11 @@ from __future__ import annotations
 import embedding_suite as suite
 import embedding_targets as targets
 import pytest
+import torch
 
 import undertow as ut
+from undertow.ops.bags import add_up
+from undertow.plan.bags import Layout, Piece
 
 SEED = 7
 RANKS = (2, 3, 4)
@@ -119,3 +122,14 @@ def test_the_benchmark_compares_all_columns() -> None:
         assert right == []
         assert "serial:peer" in wrong
         assert len(wrong) > 4
+
+
+def test_sums_of_a_single_row_have_memory_of_their_own() -> None:
+    """One row of a longer one counts as contiguous; what peers write to would have been the caller's result."""
+    layout = Layout(((Piece(0, 4, 2), Piece(1, 2, 3)), (Piece(1, 2, 3, first_row=2),)))
+    place = torch.arange(float(layout.room)).view(1, -1)
+    y = add_up(place, layout)
+    assert layout.sums
+    kept = y.clone()
+    place.fill_(-1)
+    assert torch.equal(y, kept)

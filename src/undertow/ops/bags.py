@@ -214,8 +214,11 @@ def _pooled(
 
 
 def add_up(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """[rows, room] to [rows, width]: what several holders of rows sent, added in rank order, rounded once."""
-    y = whole[:, : layout.width].contiguous()
+    """[rows, room] to [rows, width]: what several holders of rows sent, added in rank order, rounded once.
+
+    Always memory of its own: `whole` may be a place that the next call writes to.
+    """
+    y = whole[:, : layout.width].clone(memory_format=torch.contiguous_format)
     wide = torch.float32 if whole.dtype in (torch.float16, torch.bfloat16) else whole.dtype
     for column, dim, others in layout.sums:
         total = whole[:, column : column + dim].to(wide)
