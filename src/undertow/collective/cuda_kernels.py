@@ -40,6 +40,8 @@ class Kernel:
     def __init__(self, straight: bool, constants: dict[str, Any], warps: int) -> None:
         self._function: Any = straight_kernel if straight else interpret_kernel
         self._constants, self._options = constants, launch_options(warps)
+        if constants.get("EARLY"):
+            self._options["launch_pdl"] = True
         order = [name for name in self._function.arg_names if name in constants]
         self._values = tuple(constants[name] for name in order)
         self._compiled: Any = None
@@ -117,7 +119,8 @@ def launch_options(warps: int) -> dict[str, int]:
 
 
 def kernel_variant(
-    schedule: Schedule, straight: Straight | None, dtype: torch.dtype, operation: str, warps: int
+    schedule: Schedule, straight: Straight | None, dtype: torch.dtype, operation: str, warps: int,
+    in_flight: int = 16, early: int = 0,
 ) -> dict[str, Any]:
     """The constants of the kernel that runs `schedule`, whatever the size of a call and the rank."""
     one = schedule.instructions
@@ -141,7 +144,8 @@ def kernel_variant(
     }
     if straight is not None:
         phases = tuple(phase.constants for phase in straight.phases)
-        return {**shared, "STARTS": straight.starts, "ENDS": straight.ends, "PHASES": phases}
+        return {**shared, "STARTS": straight.starts, "ENDS": straight.ends, "PHASES": phases, "IN_FLIGHT": in_flight,
+                "EARLY": early}
     return {
         **shared,
         "SOURCES": _unrolled(most_sources),

@@ -67,7 +67,8 @@ class CudaExecutable:
     `fabric.guarded_call` around them poisons the outputs of an aborted call and watches the stream.
     """
 
-    def __init__(self, fabric: CudaFabric, schedule: Schedule, stride: int = STRIDE, warps: int | None = None) -> None:
+    def __init__(self, fabric: CudaFabric, schedule: Schedule, stride: int = STRIDE, warps: int | None = None,
+                 in_flight: int = 16, early: int = 0) -> None:
         from ..fabric.cuda import CudaStream
 
         group = fabric.group
@@ -87,6 +88,7 @@ class CudaExecutable:
         self.stride = stride - stride % (16 * schedule.instances)
         self.ctas = len(schedule.workers_of(group.rank)) * schedule.instances
         self.warps = warps or warps_of(schedule)
+        self._in_flight, self._early = in_flight, early
         self._fabric, self._group, self._device, self._guard = fabric, group, fabric.device, fabric.guard
         uploads = fabric.stream("upload")
         assert isinstance(uploads, CudaStream)
@@ -232,7 +234,7 @@ class CudaExecutable:
         """
         found = self._kernels.get((dtype, operation))
         if found is None:
-            constants = kernel_variant(self.schedule, self.straight, dtype, operation, self.warps)
+            constants = kernel_variant(self.schedule, self.straight, dtype, operation, self.warps, self._in_flight, self._early)
             found = Kernel(self.straight is not None, constants, self.warps)
             arguments = self._idle()
             leads = self._group.rank == self._group.local_ranks[0]

@@ -22,6 +22,8 @@ A failed wait ends the CTA: it reports to the error word, posts nothing more, an
 was late sets the abort word, too, so that all others of this rank give up and the outputs are poisoned.
 """
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -78,7 +80,8 @@ STOP:
     mov.b32 status, 1;
 END:
     mov.b32 $0, status;
-}""")
+}""".replace("ld.acquire.sys", f"ld.acquire.{os.environ.get('UNDERTOW_SPIKE_SCOPE', 'sys')}"))
+SCOPE = tl.constexpr(os.environ.get("UNDERTOW_SPIKE_SCOPE", "sys"))
 
 _FETCH = tl.constexpr("""{
     .reg .pred wanted;

@@ -16,6 +16,8 @@ elements, as instances have in short tiles, still sends and awaits one packet.
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment,misc"
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -29,6 +31,7 @@ def _settle(count: int) -> str:
 
     As in `interpret`, the abort word (across PCIe) and the timer (slow to read) are looked at once in 1024 polls.
     """
+    pause = int(os.environ.get("UNDERTOW_SPIKE_PAUSE", "0"))
     wanted, flag, *pointers, abort, error, deadline = (f"${one}" for one in range(count, 2 * count + 5))
     each = range(count)
     lines = [
@@ -49,6 +52,7 @@ def _settle(count: int) -> str:
             for one in each
         ),
         "setp.eq.u32 done, seen, 0; @done bra END;",
+        *([f"nanosleep.u32 {pause};"] if pause else []),
         "add.u32 polls, polls, 1; and.b32 seen, polls, 1023; setp.ne.u32 again, seen, 0; @again bra POLL;",
         f"ld.relaxed.sys.global.b32 seen, [{abort}]; setp.ne.s32 stop, seen, 0; @stop bra END;",
         "mov.u64 now, %globaltimer; setp.eq.u64 again, begin, 0; @again mov.u64 begin, now;",

@@ -17,9 +17,10 @@ before its wait, all at once, while the posts of others are still on their way.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..collective import straight
-from .interpret import poll
+from .interpret import SCOPE, poll
 from .packets import move_words
 from .pieces import BLOCK, block_begin, block_offsets, own_part, reduced, settled
 from .signals import ARRIVED, LATE, report_error
@@ -28,7 +29,6 @@ _OWN_INPUT, _OWN_OUTPUT = tl.constexpr(straight.OWN_INPUT), tl.constexpr(straigh
 _IN_SCRATCH, _IN_PACKETS = tl.constexpr(straight.IN_SCRATCH), tl.constexpr(straight.IN_PACKETS)
 _ADDRESS = tl.constexpr(straight.OWN_INPUT - 1)
 _VECTOR = tl.constexpr(16)  # bytes of the widest access
-_IN_FLIGHT = tl.constexpr(16)  # wide loads that each thread has under way, of all sources together
 _NARROW = tl.constexpr(4)  # the same where they cannot be wide
 
 
@@ -61,7 +61,7 @@ def _post(addresses):
     """Post to every address that is not 0, a thread each. Releases, at system scope, everything this CTA has stored
     (and what it has itself acquired)."""
     tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
-    tl.atomic_add(addresses.to(tl.pointer_type(tl.int32)), 1, mask=addresses != 0, sem="release", scope="sys")
+    tl.atomic_add(addresses.to(tl.pointer_type(tl.int32)), 1, mask=addresses != 0, sem="release", scope=SCOPE)
 
 
 @triton.jit
@@ -130,13 +130,14 @@ def _block(
 def _move_vectors(
     counts, operands, instances,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, PIECES: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    LANES: tl.constexpr,
+    IN_FLIGHT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """All whole vectors of all pieces of a phase together."""
+    """All whole vectors of all pieces of a phase together, IN_FLIGHT wide loads of each thread under way if pieces and
+    sources are no more."""
     WIDTH: tl.constexpr = _VECTOR // (ELEMENT.primitive_bitwidth // 8)
     LOADS: tl.constexpr = PIECES * SOURCES
     GROUP: tl.constexpr = 1 if LOADS == 1 else 2 if LOADS == 2 else 4 if LOADS <= 4 else 8 if LOADS <= 8 else 16
-    ROWS: tl.constexpr = LANES * (_IN_FLIGHT // GROUP)
+    ROWS: tl.constexpr = LANES * (IN_FLIGHT // GROUP if IN_FLIGHT > GROUP else 1)
     most = counts[0]
     for piece in tl.static_range(1, PIECES):
         most = tl.maximum(most, counts[piece])
@@ -171,7 +172,7 @@ def _move_elements(
 def _phase(
     row, cut, buffers, watch, past, iteration, parity, AT: tl.constexpr, WAITS: tl.constexpr, POSTS: tl.constexpr,
     PIECES: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr, ELEMENT: tl.constexpr, OPERATION: tl.constexpr,
-    PACKETS: tl.constexpr, LANES: tl.constexpr,
+    PACKETS: tl.constexpr, IN_FLIGHT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One phase of one iteration: load, wait, move, post. Returns the status of the wait."""
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
@@ -214,7 +215,7 @@ def _phase(
                     )  # fmt: skip
         else:
             if even % _VECTOR == 0:
-                _move_vectors(counts, operands, instances, TYPE, OPERATION, PIECES, SOURCES, STORES, LANES)
+                _move_vectors(counts, operands, instances, TYPE, OPERATION, PIECES, SOURCES, STORES, IN_FLIGHT, LANES)
             if (even % _VECTOR != 0) | (rest % WIDTH != 0):
                 for turn in range(PIECES):  # rare and short: decoded anew instead of unrolled
                     left, places, _ = _load_piece(
@@ -253,7 +254,7 @@ def straight_kernel(
     scratch_bytes: tl.int64, slice_bytes: tl.int64, depth: tl.int32, instances: tl.int32, abort, error,
     deadline_ns: tl.int64,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, PHASES: tl.constexpr,
-    PACKETS: tl.constexpr, LANES: tl.constexpr,
+    PACKETS: tl.constexpr, IN_FLIGHT: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One call. `rows`: `width` words for each CTA. `epochs`: (iterations, calls) before this one, for each CTA.
 
@@ -265,13 +266,18 @@ def straight_kernel(
     number = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     row = rows + number * width
+    ends = _entries(row, STARTS, ENDS, LANES)
+    starts = tl.load(row + lanes, mask=lanes < STARTS, other=0)
+    if EARLY == 2:
+        gdc_launch_dependents()
+    if EARLY > 0:
+        gdc_wait()
     # Ordered by the launch: the CTA of this number stored them in the call before.
     past = (tl.load(epochs + 2 * number), tl.load(epochs + 2 * number + 1))
     watch = (abort, error, deadline_ns)
     cut = (tile, scratch_bytes, slice_bytes, instances, number % instances)
-    ends = _entries(row, STARTS, ENDS, LANES)
     if STARTS > 0:
-        _post(tl.load(row + lanes, mask=lanes < STARTS, other=0))
+        _post(starts)
     status = 0
     iteration = 0
     while (iteration < iterations) & (status == ARRIVED):
@@ -282,12 +288,14 @@ def straight_kernel(
                 status = _phase(
                     row, cut, (source, out), watch, past, iteration, parity, PHASES[phase][0], PHASES[phase][1],
                     PHASES[phase][2], PHASES[phase][3], PHASES[phase][4], PHASES[phase][5],
-                    ELEMENT, OPERATION, PACKETS, LANES,
+                    ELEMENT, OPERATION, PACKETS, IN_FLIGHT, LANES,
                 )  # fmt: skip
         iteration += 1
     if ENDS > 0:
         if status == ARRIVED:
             status = _wait(ends, past, iterations - 1, watch)
+    if EARLY == 1:
+        gdc_launch_dependents()
     tl.debug_barrier()  # every thread has read the epoch
     if status == ARRIVED:
         # Ordered by the launch: the next call on the stream reads them.
