@@ -61,9 +61,9 @@ class Kernel:
     def compile(self, table: torch.Tensor, word: torch.Tensor) -> None:
         """Into the cache on disk, and no further. The tensors, of int64 and int32, stand in for all pointers."""
         if self._function is straight_kernel:
-            arguments: tuple[object, ...] = (table, table, *[0] * 9, word, word, 0)
+            arguments: tuple[object, ...] = (*[table] * 3, *[0] * 10, word, word, 0)
         else:
-            arguments = (*[table] * 4, *[0] * 4, word, word, *[0] * 4)
+            arguments = (*[table] * 5, *[0] * 5, word, word, *[0] * 4)
         self._function.warmup(*arguments, grid=(1,), **self._constants, **self._options)
 
 
@@ -119,8 +119,13 @@ def launch_options(warps: int) -> dict[str, int]:
 
 
 def kernel_variant(
-    schedule: Schedule, straight: Straight | None, dtype: torch.dtype, operation: str, warps: int,
-    in_flight: int = 16, early: int = 0,
+    schedule: Schedule,
+    straight: Straight | None,
+    dtype: torch.dtype,
+    operation: str,
+    warps: int,
+    in_flight: int = 16,
+    early: int = 0,
 ) -> dict[str, Any]:
     """The constants of the kernel that runs `schedule`, whatever the size of a call and the rank."""
     one = schedule.instructions
@@ -144,8 +149,14 @@ def kernel_variant(
     }
     if straight is not None:
         phases = tuple(phase.constants for phase in straight.phases)
-        return {**shared, "STARTS": straight.starts, "ENDS": straight.ends, "PHASES": phases, "IN_FLIGHT": in_flight,
-                "EARLY": early}
+        return {
+            **shared,
+            "STARTS": straight.starts,
+            "ENDS": straight.ends,
+            "PHASES": phases,
+            "IN_FLIGHT": in_flight,
+            "EARLY": early,
+        }
     return {
         **shared,
         "SOURCES": _unrolled(most_sources),

@@ -293,7 +293,7 @@ def _run(
                 # Whoever made them may free them while this stream is still at work.
                 for one in (source, out):
                     one.record_stream(torch.cuda.current_stream(on.device))
-            with on.fabric.guarded_call((out,)):
+            with on.fabric.guarded_call((out,), itself=run.poisons):
                 run.run(source, out, spans, op)
     if given is not out:
         given.copy_(out)

@@ -23,6 +23,7 @@ from ..collective import straight
 from .interpret import SCOPE, poll
 from .packets import move_words
 from .pieces import BLOCK, block_begin, block_offsets, own_part, reduced, settled
+from .poison import leave
 from .signals import ARRIVED, LATE, report_error
 
 _OWN_INPUT, _OWN_OUTPUT = tl.constexpr(straight.OWN_INPUT), tl.constexpr(straight.OWN_OUTPUT)
@@ -207,9 +208,9 @@ def _phase(
                 count, addresses, packets = _load_piece(
                     pieces + turn * EACH, cut, buffers, iteration, parity, SOURCES, STORES, SIZE, LANES
                 )
-                if count >= 0:
+                if (count >= 0) & (status == ARRIVED):
                     sources, stores = _parted(addresses, SOURCES, STORES)
-                    move_words(
+                    status = move_words(
                         sources, stores, SOURCES, STORES, packets, packets >> SOURCES, count, instances, flag, watch,
                         TYPE, OPERATION, SOURCES, STORES, LANES,
                     )  # fmt: skip
@@ -224,7 +225,8 @@ def _phase(
                     done = tl.where(even % _VECTOR == 0, left // WIDTH * WIDTH, 0)
                     _move_elements(done, left, places, instances, TYPE, OPERATION, SOURCES, STORES, LANES)
         if POSTS > 0:
-            _post(posts)
+            if status == ARRIVED:  # packets may not have come
+                _post(posts)
         else:
             tl.debug_barrier()  # the next phase may read, in other threads, what this one has stored
     return status
@@ -243,22 +245,35 @@ def _parted(operands, SOURCES: tl.constexpr, STORES: tl.constexpr):
 
 
 _ARGUMENTS = [
-    *("rows", "epochs", "source", "out", "iterations", "width", "tile", "scratch_bytes", "slice_bytes", "depth"),
+    *(
+        "rows",
+        "epochs",
+        "finished",
+        "source",
+        "out",
+        "out_bytes",
+        "iterations",
+        "width",
+        "tile",
+        "scratch_bytes",
+        "slice_bytes",
+        "depth",
+    ),
     *("instances", "abort", "error", "deadline_ns"),
 ]
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS, do_not_specialize_on_alignment=_ARGUMENTS)
 def straight_kernel(
-    rows, epochs, source: tl.int64, out: tl.int64, iterations: tl.int32, width: tl.int32, tile: tl.int64,
-    scratch_bytes: tl.int64, slice_bytes: tl.int64, depth: tl.int32, instances: tl.int32, abort, error,
+    rows, epochs, finished, source: tl.int64, out: tl.int64, out_bytes: tl.int64, iterations: tl.int32, width: tl.int32,
+    tile: tl.int64, scratch_bytes: tl.int64, slice_bytes: tl.int64, depth: tl.int32, instances: tl.int32, abort, error,
     deadline_ns: tl.int64,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, PHASES: tl.constexpr,
     PACKETS: tl.constexpr, IN_FLIGHT: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One call. `rows`: `width` words for each CTA. `epochs`: (iterations, calls) before this one, for each CTA.
 
-    `source`, `out`: addresses of the caller's own tensors. `tile`: elements of a chunk that an iteration moves.
+    `source`, `out`: addresses of the caller's own tensors; `finished`, `out_bytes`: see `poison.leave`. `tile`: elements of a chunk that an iteration moves.
     `scratch_bytes`: of one of the `depth` copies of scratch; `slice_bytes`: from one instance's first block to the
     next one's. ELEMENT is the type of the sums, an integer type where nothing is summed. STARTS posts and ENDS waits
     bracket a call. PHASES: for each its first word in a row, then waits, posts, pieces, sources and stores of a piece.
@@ -305,3 +320,4 @@ def straight_kernel(
         report_error(error, status)
         if status == LATE:  # the watchdog will say so too, but what poisons the outputs stands next on the stream
             report_error(abort, 1)
+    leave(finished, status, out, out_bytes, deadline_ns, LANES)
