@@ -132,7 +132,7 @@ class Bench:
     def right(self, variants: Variants, want: torch.Tensor, poisoned: Any) -> tuple[Variants, dict[str, str]]:
         good, bad = {}, {}
         for name, call in variants.items():
-            alone = name in ("cublas", "gemm")
+            alone = name.startswith(("cublas", "gemm"))
             reason = ""
             try:
                 for _ in range(3 if name.startswith(("fused", "guarded")) else 1):  # each turn, and again the first

@@ -21,7 +21,7 @@ def scores(one: dict[str, Any]) -> dict[str, float]:
     fused, serial = best(median, "fused"), best(median, "serial")
     if one["kind"] == "reduce":
         serial = min(serial, best(median, "torch"))
-    cublas, gemm = median.get("cublas", math.nan), median.get("gemm", math.nan)
+    cublas, gemm = best(median, "cublas"), median.get("gemm", math.nan)
     exposed = serial - cublas
     return {
         "over serial": serial / fused, "over torch": best(median, "torch") / fused,

@@ -2,9 +2,10 @@
 
 | variant | what it is |
 |---|---|
-| cublas | one matmul for each local expert, of as many rows that lie together: the least a serial layer can take |
+| cublas, cublas grouped | a matmul for each local expert, or torch's grouped one, of rows that lie together |
 | gemm | our own kernel with communication off: every rank keeps its rows |
-| serial blocks | a matmul for each block of rows (one expert, one rank), and copies from or to symmetric memory |
+| serial blocks | a matmul for each block of rows (one expert, one rank), and a copy of symmetric memory for each rank |
+| serial grouped | the same with torch's grouped matmul; rows are put by expert for it, and back |
 | serial op, chunked op | the operator with that strategy, watched |
 | fused | the kernel, bare; `fused op`: the operator with strategy="fused", watched |
 
@@ -13,6 +14,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,6 +90,31 @@ def _by_expert(blocks: tuple[Block, ...], experts: int) -> list[int]:
     return [sum(one.rows for one in blocks if one.expert == expert) for expert in range(experts)]
 
 
+def _by_peer(blocks: tuple[Block, ...]) -> list[Block]:
+    """Blocks of one rank as one: their rows lie together at both ends."""
+    found: list[Block] = []
+    for one in blocks:
+        if found and found[-1].peer == one.peer:
+            found[-1] = replace(found[-1], rows=found[-1].rows + one.rows)
+        else:
+            found.append(one)
+    return found
+
+
+def _sorted(blocks: tuple[Block, ...], experts: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Rows by expert, where each of them went, and where the rows of each expert end."""
+    order = [row for expert in range(experts) for one in blocks if one.expert == expert
+             for row in range(one.row, one.row + one.rows)]  # fmt: skip
+    rows = torch.tensor(order, dtype=torch.int64, device=device)
+    ends = torch.tensor(_by_expert(blocks, experts), device=device).cumsum(0).to(torch.int32)
+    return rows, rows.argsort(), ends
+
+
+def _grouped(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows by expert @ w of each: one launch."""
+    return torch._grouped_mm(x, w, offs=ends)  # type: ignore[attr-defined,no-any-return]
+
+
 def _alone(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, rows: list[int]) -> torch.Tensor:
     first = 0
     for expert, count in enumerate(rows):
@@ -115,11 +142,20 @@ def leave(bench: Bench, m: int, k: int, n: int) -> Made:
     )
     fused = _kernels().exchange
     source = bench.buffer("source", max(map(sum, tokens.matrix)) * n)
-    mine, arriving = source.local[: y.numel()].view(y.shape), tokens.arriving(rank)
+    mine, arriving = source.local[: y.numel()].view(y.shape), _by_peer(tokens.arriving(rank))
+    order, back, ends = _sorted(leaving, tokens.experts, bench.device)
+    by_expert = x[order]
 
     def serial(_: int) -> torch.Tensor:
         for one in leaving:
             torch.mm(x[one.row : one.row + one.rows], w[one.expert], out=mine[one.row : one.row + one.rows])
+        return fetched()
+
+    def grouped(_: int) -> torch.Tensor:
+        torch.index_select(_grouped(by_expert, w, ends), 0, back, out=mine)
+        return fetched()
+
+    def fetched() -> torch.Tensor:
         bench.align()  # all have multiplied
         for one in arriving:
             theirs = source.peer(one.peer)[one.there * n : (one.there + one.rows) * n]
@@ -129,9 +165,10 @@ def leave(bench: Bench, m: int, k: int, n: int) -> Made:
 
     found: Variants = {
         "cublas": lambda _: _alone(x, w, y, _by_expert(leaving, tokens.experts)),
+        "cublas grouped": lambda _: _grouped(by_expert, w, ends),
         "gemm": lambda _: (fused(x, w, y, alone, plan, _NOTHING, bench.fabric)(), y)[1],
         "fused": lambda _: (fused(x, w, out, tokens, plan, _NOTHING, bench.fabric)(), out)[1],
-        "serial blocks": serial,
+        "serial blocks": serial, "serial grouped": grouped,
         **_operators(bench, ut.matmul_all_to_all, x, w, tokens, out),
     }  # fmt: skip
     return found, want, (y, out)
@@ -158,21 +195,31 @@ def arrive(bench: Bench, m: int, k: int, n: int) -> Made:
     fused = _kernels().arrive
     source = bench.buffer("source", max(map(sum, tokens.matrix)) * k)
     source.local[: x.numel()].view(x.shape).copy_(x)
+    order, back, ends = _sorted(arriving, tokens.experts, bench.device)
+    by_expert = whole[order]
 
-    def serial(_: int) -> torch.Tensor:
+    def fetch() -> None:
         bench.align()  # all may be read; what is read never changes here
-        for one in arriving:
+        for one in _by_peer(arriving):
             theirs = source.peer(one.peer)[one.there * k : (one.there + one.rows) * k]
             received[one.row : one.row + one.rows].copy_(theirs.view(one.rows, k))
+
+    def serial(_: int) -> torch.Tensor:
+        fetch()
         for one in arriving:
             torch.mm(received[one.row : one.row + one.rows], w[one.expert], out=y[one.row : one.row + one.rows])
         return y
 
+    def grouped(_: int) -> torch.Tensor:
+        fetch()
+        return torch.index_select(_grouped(received[order], w, ends), 0, back, out=y)
+
     found: Variants = {
         "cublas": lambda _: _alone(whole, w, y, _by_expert(arriving, tokens.experts)),
+        "cublas grouped": lambda _: _grouped(by_expert, w, ends),
         "gemm": lambda _: (fused(whole, w, whole, y, alone, plan, _NOTHING, bench.fabric, None, False)(), y)[1],
         "fused": lambda _: (fused(x, w, received, out, tokens, plan, _NOTHING, bench.fabric, None, False)(), out)[1],
-        "serial blocks": serial,
+        "serial blocks": serial, "serial grouped": grouped,
         **_operators(bench, ut.all_to_all_matmul, x, w, tokens, out),
     }  # fmt: skip
     return found, want, (y, out, received)

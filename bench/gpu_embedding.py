@@ -1,8 +1,9 @@
 """Embedding + All-to-All in a virtual node: own lookup, serial, fused; over peers and over the host link.
 
 First exactness against a plain loop, then for every shape, in one run, interleaved, the slowest rank counts:
-- `lookup`: own kernel, written locally, beside torch's embedding_bag, table by table;
+- `lookup`: own kernel, written locally, beside torch's embedding_bag, table by table and all tables as one;
 - `serial`: lookup, then the All-to-All on all SMs, over the same lane; `move`: that All-to-All alone;
+- `chunked`: four parts of the batch, each on its way while the next one is looked up;
 - `fused`: one kernel that stores into peers' results; over the host link `signaled`: slices leave behind one kernel.
 
 Bytes of a lookup: rows read, pooled rows written. All ranks run at once, so each has its part of the card's bandwidth.
@@ -19,27 +20,27 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from embedding_exact import CHUNKED, FUSED, HOST, SERIAL, exact
+from embedding_report import Case, line, summary
 
 import undertow as ut
 from undertow.fabric.environment import environment
 from undertow.ops import embedding_all_to_all as operator
 from undertow.ops import embedding_cuda, embedding_run
-from undertow.ops.bags import Bags, Shard
-from undertow.plan.bags import Layout, Piece, Shape
+from undertow.ops.bags import Bags
+from undertow.plan.bags import Layout, Piece, Shape, completed
 from undertow.plan.defaults import default_plan
+from undertow.plan.plan import SLICES, Plan
 
-PUBLISHED = "4 GPUs of a node -25% mean, up to -35%; between nodes -31% mean, up to -58% (arXiv 2305.06942)"
 GRID = {
     "batch": (512, 2048, 8192), "tables": (4, 16, 64), "dim": (64, 128, 256), "pooling": (1, 10, 70),
     "dtype": ("float32", "bfloat16"), "indices": ("uniform", "zipf"),
@@ -67,21 +68,6 @@ TABLE_BYTES = 4 << 30
 MOST_VALUES = 160 << 20  # of a rank: indices of 8 bytes
 HOST_BYTES = 48 << 20  # shapes that send more per rank are left out over the host link
 ZIPF = 1.05
-SERIAL, FUSED, HOST = "serial:peer", "fused:peer", "signaled:dma"
-
-
-@dataclass(frozen=True)
-class Case:
-    batch: int
-    tables: int
-    dim: int
-    pooling: int
-    dtype: str
-    indices: str
-
-    def __str__(self) -> str:
-        kind = "bf16" if self.dtype == "bfloat16" else "fp32"
-        return f"B{self.batch:5} T{self.tables:3} D{self.dim:4} L{self.pooling:3} {kind} {self.indices:7}"
 
 
 def cases(full: bool, ranks: int) -> list[Case]:
@@ -90,100 +76,6 @@ def cases(full: bool, ranks: int) -> list[Case]:
     every = [one for one in every if one.batch * ranks * one.tables * one.pooling <= MOST_VALUES and one not in first]
     random.Random(6).shuffle(every)
     return first + every if full else first
-
-
-# -- exactness ---------------------------------------------------------------------------------------------------------
-
-
-PROBLEMS = (
-    (torch.float32, torch.int64, (128,)),
-    (torch.bfloat16, torch.int32, (64, 128)),
-    (torch.float16, torch.int64, (3, 5)),
-    (torch.float32, torch.int32, (600, 20)),
-)
-
-
-def jagged(group: ut.Group, seed: int) -> dict[str, Any]:
-    """The arguments of all ranks for a small random problem: the same on every rank."""
-    pick = random.Random(seed)
-    dtype, index, dims = PROBLEMS[seed % len(PROBLEMS)]
-    batches = [pick.choice([0, 1, 7, 33, 60]) for _ in range(group.size)]
-    batches[0] = 5
-    samples, generator = sum(batches), torch.Generator().manual_seed(seed)
-    tables, values, offsets, weights = [], [], [], []
-    for rank in range(group.size):
-        count = pick.choice([0, 1, 2, 5]) if rank else 2
-        held = [
-            torch.randint(-2, 3, (pick.choice([1, 9, 300]), pick.choice(dims)), generator=generator).to(dtype)
-            for _ in range(count)
-        ]
-        lengths = torch.randint(0, 12, (count * samples,), generator=generator)
-        offsets.append(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(index))
-        parts = [
-            torch.randint(0, len(one), (int(lengths[k * samples : (k + 1) * samples].sum()),), generator=generator)
-            for k, one in enumerate(held)
-        ]
-        values.append(torch.cat([*parts, torch.zeros(0, dtype=torch.int64)]).to(index))
-        weights.append(torch.randint(-1, 2, (len(values[-1]),), generator=generator).float())
-        tables.append(held)
-    return {
-        "tables": tables, "values": values, "offsets": offsets, "batches": batches,
-        "weights": weights if seed % 2 else None, "pooling": "sum",
-    }  # fmt: skip
-
-
-def exact(group: ut.Group, seeds: range) -> int:
-    """Every strategy against the plain loop; results are kept, so that places run out and are copied, too."""
-    count, device = 0, group.device
-    strategies = [f"{grain}:peer" for grain in ("serial", "chunked", "signaled", "fused")]
-    strategies += ["serial:dma", "signaled:dma", "chunked:dma"]
-    for seed in seeds:
-        given = jagged(group, seed)
-        want = operator.reference(**given)[group.rank].to(device)
-        mine = {name: given[name][group.rank].to(device) for name in ("values", "offsets")}
-        weights = None if given["weights"] is None else given["weights"][group.rank].to(device)
-        tables = [one.to(device) for one in given["tables"][group.rank]]
-        kept = []
-        for strategy in strategies if seed == 0 else (SERIAL, FUSED, HOST):
-            for _ in range(2):
-                y = ut.embedding_all_to_all(
-                    tables, mine["values"], mine["offsets"], weights=weights, batches=given["batches"],
-                    group=group, strategy=strategy,
-                )  # fmt: skip
-                kept.append((strategy, y))
-        torch.cuda.synchronize()
-        group.check()
-        for strategy, y in kept:
-            assert torch.equal(y, want), f"{strategy} is wrong, seed {seed}, rank {group.rank}"
-            count += 1
-    return count + by_rows(group)
-
-
-def by_rows(group: ut.Group) -> int:
-    """One table cut by rows over all ranks, one cut by columns."""
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(-2, 3, (40, 64), generator=generator)
-    columns = torch.randint(-2, 3, (9, 32 * group.size), generator=generator)
-    samples, rank, device = 21, group.rank, group.device
-    values = torch.randint(0, 9, (2 * samples * 3,), generator=generator).to(device)
-    values[: samples * 3] *= 4
-    offsets = torch.arange(0, 2 * samples * 3 + 1, 3, device=device)
-    part = rows.float().tensor_split(group.size)[rank].contiguous().to(device)
-    first = sum(len(one) for one in rows.tensor_split(group.size)[:rank])
-    held = [
-        Shard(part, 0, first_row=first),
-        Shard(columns[:, 32 * rank : 32 * rank + 32].float().contiguous().to(device), 1, first_column=32 * rank),
-    ]
-    whole = [rows.float().to(device), columns.float().to(device)]
-    want = torch.cat([
-        torch.nn.functional.embedding_bag(values[k * samples * 3 : (k + 1) * samples * 3].view(samples, 3), one,
-                                          mode="sum") for k, one in enumerate(whole)
-    ], 1).tensor_split(group.size)[rank]  # fmt: skip
-    for strategy in (SERIAL, FUSED, HOST):
-        y = ut.embedding_all_to_all(held, values, offsets, group=group, strategy=strategy)
-        torch.cuda.synchronize()
-        assert torch.equal(y, want), f"rows and columns: {strategy} is wrong on rank {rank}"
-    return 3
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -319,6 +211,9 @@ class Bench:
             bags, layout, _ = self.bags(one)
             local = bags.tables[0].new_empty(bags.samples, bags.width)
             embedding_run.pool_all(self.fabric, bags, layout, (bags.samples,), local)
+            plan = completed(Plan("serial", "peer", ((0, bags.samples),), order=SLICES), layout.dims, local.itemsize, 1)
+            rows = embedding_cuda.Slice(0, one.dim, 0, bags.samples, source_stride=one.dim)
+            embedding_cuda.Lookup(self.fabric, bags, plan, (0,)).spread([rows], local, only_load=True)
         torch.cuda.synchronize()
         self.group.barrier()
 
@@ -345,11 +240,18 @@ class Bench:
             for table, view in zip(bags.tables, views, strict=True):
                 torch.nn.functional.embedding_bag(view, table, mode="sum")
 
+        rows = len(bags.tables[0])  # all tables lie in one storage, so torch may also take them for one
+        stacked = self.storage.view(like.dtype)[: case.tables * rows * case.dim].view(-1, case.dim)
+        places = torch.arange(case.tables, device=self.device).view(-1, 1) * rows
+        every = (bags.values.view(case.tables, -1) + places).view(-1, case.pooling)
+
         variants: dict[str, Callable[[], object]] = {
             "lookup": lambda: embedding_run.pool_all(fabric, bags, layout, batches, local),
             "torch": torch_lookup,
+            "torch stacked": lambda: torch.nn.functional.embedding_bag(every, stacked, mode="sum"),
             "serial": called(SERIAL),
             "move": called(SERIAL, compute=False),
+            "chunked": called(CHUNKED),
             "fused": called(FUSED),
         }
         first, second = variants["serial"]().clone(), variants["fused"]().clone()  # type: ignore[attr-defined]
@@ -370,42 +272,6 @@ class Bench:
         return {"case": vars(case), "median": median, "bytes": moved, "sent": sent, "row": case.dim * size}
 
 
-def numbers(one: dict[str, Any], stream: float) -> dict[str, float]:
-    """The figures that are asked for."""
-    m = one["median"]
-    found = {
-        "lookup/stream": one["bytes"] / m["lookup"] / stream, "torch/lookup": m["torch"] / m["lookup"],
-        "fused/lookup": m["fused"] / m["lookup"], "reduction": 1 - m["fused"] / m["serial"],
-        "hidden": 1 - (m["fused"] - m["lookup"]) / max(1e-9, m["serial"] - m["lookup"]),
-        "lookup GB/s": one["bytes"] / m["lookup"] / 1e9, "fused GB/s": one["bytes"] / m["fused"] / 1e9,
-    }  # fmt: skip
-    if "host serial" in m:
-        best = min(m["host signaled"], m["host chunked"])
-        ideal = min(m["lookup"], m["host move"]) / (m["lookup"] + m["host move"])
-        found |= {
-            "host reduction": 1 - best / m["host serial"], "host ideal": ideal,
-            "host share": (1 - best / m["host serial"]) / ideal,
-        }  # fmt: skip
-    return found
-
-
-def line(one: dict[str, Any], stream: float) -> str:
-    m, n = one["median"], numbers(one, stream)
-    text = (
-        f"{Case(**one['case'])} | lookup {m['lookup'] * 1e3:7.3f} ms {n['lookup/stream']:4.2f} of stream,"
-        f" torch {n['torch/lookup']:5.2f}x | serial {m['serial'] * 1e3:7.3f} move {m['move'] * 1e3:6.3f}"
-        f" fused {m['fused'] * 1e3:7.3f} = {n['fused/lookup']:4.2f} lookup, {-n['reduction']:+5.0%}"
-        f" hidden {n['hidden']:4.0%} | GB/s {n['lookup GB/s']:5.0f} alone {n['fused GB/s']:5.0f} fused"
-    )
-    if "host serial" in m:
-        text += (
-            f" | host serial {m['host serial'] * 1e3:6.2f} move {m['host move'] * 1e3:6.2f} signaled"
-            f" {m['host signaled'] * 1e3:6.2f} chunked {m['host chunked'] * 1e3:6.2f} {-n['host reduction']:+5.0%}"
-            f" ideal {-n['host ideal']:+5.0%}"
-        )
-    return text
-
-
 def rank_main(options: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     bench = Bench(options["rounds"])
@@ -421,6 +287,13 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
     said(f"stream of a rank, all at once: copy {stream['copy'] / 1e9:.0f} GB/s, read {stream['read'] / 1e9:.0f} GB/s")
     found: dict[str, Any] = {"stream": stream, "cases": [], "shapes": bench.choose_shapes(stream["read"], said)}
     said(f"shapes chosen, {passed():.1f} s")
+
+    def keep() -> None:
+        """As results come: a run that is cut leaves what it has."""
+        if group.rank == 0:
+            Path(options["out"]).write_text(json.dumps(found, indent=1) + "\n")
+
+    keep()
     every = cases(options["full"], group.size)
     bench.load(every)
     said(f"kernels compiled, {passed():.1f} s")
@@ -431,38 +304,10 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
         found["cases"].append(bench.case(case, host=number % 3 == 0 or number == 1))
         said(line(found["cases"][-1], stream["read"]))
         torch.cuda.empty_cache()
-        if group.rank == 0:  # as they come: a run that is cut leaves what it has
-            Path(options["out"]).write_text(json.dumps(found, indent=1) + "\n")
-            if number in (5, 9, 13):
-                said(summary(found))
+        keep()
+        if number in (5, 9, 13):
+            said(summary(found))
     return found
-
-
-def mean(values: list[float]) -> float:
-    return statistics.mean(values) if values else math.nan
-
-
-def summary(found: dict[str, Any]) -> str:
-    stream = found["stream"]["read"]
-    every = [(one, numbers(one, stream)) for one in found["cases"]]
-    wide = [n for one, n in every if one["row"] >= 256 and one["case"]["pooling"] >= 10]
-    short = [n for one, n in every if one["case"]["pooling"] == 1]
-    host = [n for _, n in every if "host share" in n]
-    rows = [
-        ("fused / own lookup, mean (asked <= 1.08)", mean([n["fused/lookup"] for _, n in every])),
-        ("All-to-All time hidden, mean (>= 0.80)", mean([n["hidden"] for _, n in every])),
-        ("reduction against serial at pooling 1, mean (>= 0.35)", mean([n["reduction"] for n in short])),
-        ("reduction against serial, mean", mean([n["reduction"] for _, n in every])),
-        ("reduction against serial, least (>= 0)", min([n["reduction"] for _, n in every], default=math.nan)),
-        ("host link: share of the ideal reduction, mean (>= 0.80)", mean([n["host share"] for n in host])),
-        ("host link: least reduction (>= 0)", min([n["host reduction"] for n in host], default=math.nan)),
-        ("own lookup / stream, rows >= 256 B, pooling >= 10, mean", mean([n["lookup/stream"] for n in wide])),
-        ("the same, least (>= 0.85)", min([n["lookup/stream"] for n in wide], default=math.nan)),
-        ("torch's embedding_bag / own lookup there, mean (>= 1.2)", mean([n["torch/lookup"] for n in wide])),
-        ("the same, least", min([n["torch/lookup"] for n in wide], default=math.nan)),
-    ]
-    text = "\n".join(f"{name:60} {value:6.3f}" for name, value in rows)
-    return f"{len(every)} shapes\n{text}\npublished: {PUBLISHED}"
 
 
 def main() -> None:

@@ -143,6 +143,28 @@ def a_user_program() -> bool:
     return mine.equal(reduced(group.size, 999, torch.float32, "sum"))
 
 
+def interrupted_into_strided_outputs() -> list[bool]:
+    """Whether all of a strided output, and of a strided tensor reduced in place, is poison after a call that failed."""
+    group = ut.init()
+    run = CpuExecutable.run
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    CpuExecutable.run = interrupted  # type: ignore[method-assign]
+    outs = [torch.zeros(4, 3 * group.size).t(), torch.zeros(4, 3).t()]
+    try:
+        for call in (lambda: co.all_gather(torch.ones(3, 4), out=outs[0]), lambda: co.all_reduce(outs[1])):
+            try:
+                call()
+            except KeyboardInterrupt:
+                continue
+            raise AssertionError("nothing was raised")
+    finally:
+        CpuExecutable.run = run  # type: ignore[method-assign]
+    return [bool(one.isnan().all()) for one in outs]
+
+
 def refusals() -> list[str]:
     ut.init()
     said = []

@@ -10,7 +10,7 @@ from operator_targets import data, reduced
 
 import undertow as ut
 from undertow import collective as co
-from undertow.collective import operators, tables
+from undertow.collective import kinds, tables
 from undertow.collective.language import Trace
 from undertow.fabric.placement import Placement
 
@@ -30,7 +30,7 @@ def from_the_middle(c: Trace) -> None:
 def chosen(collective: str, nbytes: int) -> str:
     """The program that such a call runs."""
     group = ut.init()
-    kind = operators._kind(
+    kind = kinds.kind_of(
         collective,
         (nbytes // 4,),
         torch.float32,

@@ -27,6 +27,10 @@ def test_a_users_own_program() -> None:
     assert ut.launch(targets.a_user_program, 3, device="cpu") == [True] * 3
 
 
+def test_a_strided_output_of_a_call_that_failed_is_poison() -> None:
+    assert ut.launch(targets.interrupted_into_strided_outputs, 2, device="cpu") == [[True, True]] * 2
+
+
 def test_refusals_name_the_argument() -> None:
     for said in ut.launch(targets.refusals, 2, device="cpu"):
         assert said == [
@@ -99,3 +103,12 @@ def test_a_group_made_again() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calls_made_again(ranks: int) -> None:
     assert ut.launch(targets.made_again, ranks, device="cpu") == [[]] * ranks
+
+
+def test_compiled_sums_have_names_of_their_own() -> None:
+    """Processes that fill an empty cache together number functions alike: only a name tells two sums apart there."""
+    from undertow.collective import cpu_interpreter as module
+
+    types = ("float32", "float64", "int32", "int64", "uint8", "int8", "int16")
+    names = {getattr(module, f"_sum_{one}").py_func.__qualname__ for one in types}
+    assert names == {f"_sum_{one}" for one in types}

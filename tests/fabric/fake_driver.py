@@ -52,6 +52,7 @@ class World:
 
     def batch(self, stream: int, count: int, operations: bytes, flags: int) -> int:
         assert len(operations) == count * _OPERATION.size
+        assert 0 < count < 256, "the driver takes no more at once"
         self.stops += 1
         for kind, _, address, value, *_rest in _OPERATION.iter_unpack(operations):
             assert kind in (_WAIT, _WRITE)

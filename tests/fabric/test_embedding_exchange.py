@@ -166,9 +166,11 @@ def one_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch, capturing: Sequence[boo
         return torch.from_numpy(np.frombuffer(memory, np.uint8))
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
-    group = SimpleNamespace(size=1, rank=0)
-    return cuda.Exchange(SimpleNamespace(group=group, workspace=workspace, signals=lambda count: None))
+    group, device = SimpleNamespace(size=1, rank=0), torch.device("cpu")
+    fabric = SimpleNamespace(group=group, device=device, workspace=workspace, signals=lambda count: None)
+    return cuda.Exchange(fabric)
 
 
 def test_a_narrow_call_leaves_a_wide_result_alone(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def test_a_narrow_call_leaves_a_wide_result_alone(cuda: Any, monkeypatch: pytest
     wide.whole.fill_(1)
     narrow = exchange.take(Layout(((Piece(0, 10, 8),),)), [1024], like)
     narrow.whole.fill_(2)
-    assert (wide.place, narrow.place) == (0, 1)
+    assert (wide.place, narrow.place) == (1, 0), "a source that the watchdog releases finds a 1: the first place"
     assert bool((wide.whole == 1).all())
 
 
@@ -195,3 +197,28 @@ def test_a_captured_call_takes_no_place_that_another_may_get(cuda: Any, monkeypa
     held.whole.fill_(1)
     captured.whole.fill_(2)  # a replay
     assert bool((held.whole == 1).all())
+
+
+def test_a_place_told_again_waits_for_the_stream_that_had_it(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A result is dropped while the stream of its call still reads it; the next call is on another stream."""
+
+    class Stream:
+        def __init__(self) -> None:
+            self.waited_for: list[Stream] = []
+
+        def wait_stream(self, other: Stream) -> None:
+            self.waited_for.append(other)
+
+    exchange, like, layout = one_rank(cuda, monkeypatch), torch.empty(0), Layout(((Piece(0, 10, 8),),))
+    first, second = Stream(), Stream()
+    for stream in (first, first, second, second):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, stream=stream: stream)
+        assert exchange.take(layout, [4], like).place == 1
+    assert (first.waited_for, second.waited_for) == ([], [first])
+
+
+def test_the_first_call_is_refused_in_a_capture(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Words are made collectively, by the host: nothing of that can be captured."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(cuda.InvalidArgument, match="before it is captured"):
+        cuda.Exchange.of(SimpleNamespace(kept={}))

@@ -265,3 +265,17 @@ def test_copies_of_a_graph_stay_inside_their_memory(modules: Any) -> None:
         messages = [(peer, 0, memory[first + peer, 60:90]) for peer in range(3)]
         assert [len(run.peers) for run in lanes._runs(messages, 0, inside=False)] == [3]
         assert [len(run.peers) for run in lanes._runs(messages, 0, inside=True)] == heights
+
+
+def test_a_long_stop_is_made_in_pieces(modules: Any) -> None:
+    """The driver takes at most 255 operations at once: sixteen ranks with sixteen parcels are more."""
+    _, module, world = modules
+    words = (ctypes.c_int32 * 600)()
+    address = ctypes.addressof(words)
+    stream = world.new_stream()
+    steps = [(False, address + 4 * one, one + 1) for one in range(300)]
+    steps += [(True, address + 4 * one, one + 1) for one in range(300)]
+    module.batch(stream, module.packed(steps))
+    world.run(0)
+    assert list(words[:300]) == list(range(1, 301))
+    assert world.stops == 3

@@ -54,6 +54,13 @@ def run() -> list[str]:
     for _ in range(3):
         graph.replay()
     expect("replayed", still, float(size**3))
+    again = torch.cuda.CUDAGraph()  # a second capture right after the first: nothing may be waited for across them
+    still.fill_(1.0)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(again):
+        dist.all_reduce(still)
+    again.replay()
+    expect("replayed, of a second graph", still, float(size))
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(64, 64, device=device), bucket_cap_mb=0.001)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -87,15 +87,19 @@ def tokens_that_all_go_one_way(group: ut.Group) -> None:
 
 
 def tokens_of_all_kinds_in_a_row(group: ut.Group) -> None:
-    """400 calls, operators, sizes and numbers of experts at random; other fused operators between."""
+    """400 calls, operators, sizes and numbers of experts at random; other fused operators between.
+
+    A shape keeps its dtype, so that most kernels were compiled by `tokens_are_exact`.
+    """
     chance = random.Random(516)
     for number in range(400):
         if number % 9 == 0:
             suite = matmul_suite.Case("matmul_all_reduce", "fused:peer", torch.bfloat16, (300, 272, 200), 77)
             matmul_suite.verify(group, suite)
-        experts, rows, n, k = chance.choice(SHAPES)
+        which = chance.randrange(len(SHAPES))
+        experts, rows, n, k = SHAPES[which]
         case = Case(
-            chance.choice(("leaving", "arriving")), "fused:peer", chance.choice(HALVES), experts,
+            chance.choice(("leaving", "arriving")), "fused:peer", HALVES[which % 2], experts,
             chance.choice((1, rows // 2, rows)), n, k, 77 + 6 * chance.randrange(5),
         )  # fmt: skip
         targets.verify(group, case)
@@ -137,7 +141,10 @@ CHECKS = (
 
 
 def plain() -> list[str]:
-    """All fused operators as on a GPU without TMA: plain tiles, ordinary loads and stores. In a process of its own."""
+    """All fused operators as on a GPU without TMA: plain tiles, ordinary loads and stores. In a process of its own.
+
+    Bias, and which way weights lie, change from shape to shape: every one more would be a kernel more to compile.
+    """
     import triton.language as tl
 
     from undertow.kernels import fused_decode, fused_exchange, fused_gather, fused_scatter, signals, turns
@@ -153,20 +160,18 @@ def plain() -> list[str]:
     report = []
     for operator in matmul_suite.OPERATORS:
         began = time.perf_counter()
-        for shape in ((512, 512, 128), (1160, 264, 72), (300, 272, 200), (16, 512, 256)):
+        for which, shape in enumerate(((512, 512, 128), (1160, 264, 72), (300, 272, 200), (16, 512, 256))):
             if operator != "matmul_all_reduce" and shape[0] < 64:
                 continue
-            for seed in SEEDS[:2]:
-                for _ in range(3):
-                    matmul_suite.verify(
-                        group, matmul_suite.Case(operator, "fused:peer", torch.bfloat16, shape, seed)
-                    )  # fmt: skip
+            case = matmul_suite.Case(operator, "fused:peer", torch.bfloat16, shape, SEEDS[which % 2])
+            for _ in range(3):
+                matmul_suite.verify(group, case)
         report.append(f"plain {operator} {time.perf_counter() - began:.1f} s")
     began = time.perf_counter()
     for operator in targets.STRATEGIES:
-        for experts, rows, n, k in SHAPES:
-            for seed in SEEDS:
-                for _ in range(3):
-                    targets.verify(group, Case(operator, "fused:peer", torch.bfloat16, experts, rows, n, k, seed))
+        for which, (experts, rows, n, k) in enumerate(SHAPES):
+            case = Case(operator, "fused:peer", torch.bfloat16, experts, rows, n, k, SEEDS[which % len(SEEDS)])
+            for _ in range(3):
+                targets.verify(group, case)
     group.check()
     return [*report, f"plain tokens {time.perf_counter() - began:.1f} s"]

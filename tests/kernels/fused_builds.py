@@ -104,4 +104,5 @@ def decode(rows: int, at_once: int, ranks: int = 4, target: str = "sm_90", **cha
         "LANES": 256, "AT_ONCE": at_once, "BIAS": False, "ACTIVATION": 0, **changes,
     }  # fmt: skip
     aligned |= {"out": 16, "packets": 16, "n": 16, "inner": 16}
-    return compile_kernel(fused_decode_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
+    stages = STAGES + (rows < 64 and target == "sm_90")
+    return compile_kernel(fused_decode_kernel, types, constants, target, 8, aligned, num_stages=stages)

@@ -69,7 +69,7 @@ def launch(tables, values, offsets, weights, slices, about, ctas: int, origin: i
     kinds |= {"WEIGHTS": weights is not None} | constants
     embedding.pool_kernel[(ctas,)](
         tables[0], slices, about, values, offsets, values if weights is None else weights,
-        torch.zeros(64 * 32, dtype=torch.int32), len(slices), len(values), origin, **kinds,
+        torch.zeros(64 * 32, dtype=torch.int32), len(slices), len(values), origin, 0, **kinds,
     )  # fmt: skip
 
 

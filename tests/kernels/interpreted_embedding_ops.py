@@ -26,7 +26,7 @@ class _NoDriver:
 
 ctypes.CDLL = lambda name, *rest, **more: _NoDriver() if "libcuda" in str(name) else _real(name, *rest, **more)  # type: ignore[assignment,misc]
 from undertow.kernels import embedding  # noqa: E402
-from undertow.ops import embedding_all_to_all, embedding_cuda, embedding_peers  # noqa: E402
+from undertow.ops import cuda_product, embedding_all_to_all, embedding_cuda, embedding_peers  # noqa: E402
 from undertow.ops.bags import Bags  # noqa: E402
 from undertow.plan.bags import Layout, Piece, completed, slices  # noqa: E402
 from undertow.plan.defaults import default_plan  # noqa: E402
@@ -172,3 +172,42 @@ def test_pooled_first_and_spread(grain: str) -> None:
     want = embedding_all_to_all.reference(node.tables, node.values, node.offsets, node.batches)
     for rank in range(node.size):
         assert torch.equal(node.whole(rank), want[rank])
+
+
+def test_a_captured_call_uses_the_lists_of_the_calls_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be uploaded in a capture, and the words that a captured call signals by are its own."""
+    node, capturing = Node([3, 5], [[8, 4], [12]], seed=3), [False]
+    lists: dict[Any, torch.Tensor] = {}
+
+    def device_table(fabric: Any, key: Any, make: Any) -> torch.Tensor:
+        assert key in lists or not capturing[0], f"{key[0]} would be uploaded in a capture"
+        return lists.setdefault(key, torch.from_numpy(make()))
+
+    monkeypatch.setattr(embedding_cuda, "device_table", device_table)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    problem = Problem.of(
+        "embedding_all_to_all", sum(node.batches), max(node.layout.sent), 2, dtype="float32", ranks=node.size,
+        device="cuda", multiprocessors=1, shards=node.batches,
+    )  # fmt: skip
+    fabric, bags, held = node.fabric(0), node.bags(0), []
+    for grain in ("serial", "chunked", "signaled"):
+        plan = completed(default_plan(problem, grain, "dma"), node.layout.dims, 4, 2)
+        for capturing[0] in (False, True):
+            buffer = torch.full((bags.samples, bags.width), POISON)
+            product = embedding_cuda.CudaPooling(fabric, bags, node.batches, plan, buffer, lambda: None)
+            held.append(product)  # so that the next one's words stand elsewhere
+            product.load()
+            product.prepare()
+            product.start()
+            for parcel in range(len(plan.parcels)):
+                product.reach(parcel)
+            assert not (buffer == POISON).any()
+            if grain == "signaled":
+                assert all(int(product._words[32 * one]) == 1 for one in range(len(product._leaving)))
+    assert len({one._words.data_ptr() for one in held}) == len(held)
+
+
+def test_words_of_a_first_call_in_inference_mode_serve_calls_in_any() -> None:
+    with torch.inference_mode():
+        words = cuda_product.counters(Node([1], [[4]], seed=0).fabric(0), 2)
+    words.zero_()

@@ -35,7 +35,7 @@ def compiled(
     types = {
         **dict.fromkeys(("slices", "tables", "values", "offsets"), "*i64"), "like": dtype, "weights": "*fp32",
         "tickets": "*i32", "slice_count": "i32", "value_count": "i64",
-        "origin": "i64",
+        "origin": "i64", "words": "i64",
     }  # fmt: skip
     return compile_kernel(embedding.pool_kernel, types, constants, target, warps, maxnreg=shape.registers)
 

@@ -63,6 +63,31 @@ def test_with_tma_loads_run_ahead_and_nothing_spills(name: str) -> None:
     assert "wgmma.mma_async" in kernel.ptx
 
 
+@pytest.mark.parametrize("made", [exchange, scatter])
+def test_a_launch_of_no_cta_divides_by_no_zero(made: Callable[[], CompiledKernel]) -> None:
+    """Kernels are loaded by such a launch (`fused_stage.load`), and a flattened loop divides by its step."""
+    ptx = made().ptx
+    divisors = re.findall(r"div\.s32\s+%r\d+, %r\d+, (%r\d+);", ptx)
+    assert divisors
+    for one in divisors:
+        assert re.search(rf"max\.s32\s+{one}, %r\d+, 1;", ptx), f"{one} may be zero"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tile", fused.GPU_TILES)
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_whatever_is_launched_fits(tile: tuple[int, int], transposed: bool, bias: bool) -> None:
+    """All that GPU checks and benchmarks launch; odd columns leave in small tiles (`plan/defaults.py`)."""
+    made = [exchange(ranks, tile=tile, transposed=transposed, bias=bias) for ranks in (2, 4, 8)]
+    if tile == fused.GPU_TILES[1]:
+        made += [exchange(ranks, False, tile=tile, transposed=transposed, even=False, bias=bias) for ranks in (2, 4, 8)]
+    for bulk, even in ((True, True), (False, True), (False, False)):
+        made += [gather(bulk, "sm_90", tile, tokens, transposed, even, bias) for tokens in (True, False)]
+    assert [one.spills for one in made] == [0] * len(made)
+    assert max(one.shared for one in made) <= SHARED[90]
+
+
 def test_a_tile_arrives_before_its_word() -> None:
     """Bulk stores are completed by who issued them; the barrier before covers the ordinary ones of tails."""
     ptx = exchange().ptx

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 import undertow as ut
-from undertow.errors import UndertowError
+from undertow.errors import RankLost, UndertowError
+from undertow.ops import embedding_all_to_all as operator
+from undertow.ops import embedding_gradients as gradients
 from undertow.ops.bags import Shard
 from undertow.ops.embedding_gradients import RowOptimizer
 
@@ -97,6 +99,42 @@ def adagrad() -> bool:
                 state[k][row] += gradient.pow(2).mean()
                 table[row] -= 0.1 * gradient / (state[k][row].sqrt() + 1e-3)
     return all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(tables, plain, strict=True))
+
+
+def aborted() -> list[str]:
+    """A call that fails leaves the caller's `out` poisoned, and one that fails on the way back leaves tables alone."""
+    group = ut.init()
+    given, said = ordinary(group), []
+    out = torch.ones(BATCH, DIM * len(given["tables"]) * group.size)
+    real = operator.run
+
+    def fails(*arguments: Any) -> torch.Tensor:
+        raise KeyError("half-way")
+
+    operator.run = fails  # type: ignore[assignment]
+    try:
+        ut.embedding_all_to_all(**given, out=out)
+    except KeyError:
+        said.append("poisoned" if bool(out.isnan().all()) else "left as it was")
+    operator.run = real
+    before = [one.clone() for one in given["tables"]]
+    y = ut.embedding_all_to_all(**given, optimizer=RowOptimizer())
+    gathered = gradients.row_gradients
+
+    def lost(*arguments: Any) -> Any:
+        """As on a GPU: the exchange was enqueued, and fails while the host goes on."""
+        found = gathered(*arguments)
+        group.barrier()
+        group.fail(RankLost(rank=0, group=group.name, reason="a test says so"))
+        return found
+
+    gradients.row_gradients = lost
+    try:
+        y.sum().backward()
+    except RankLost:
+        same = all(torch.equal(one, other) for one, other in zip(given["tables"], before, strict=True))
+        said.append("no step" if same else "stepped")
+    return said
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

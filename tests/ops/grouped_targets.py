@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -54,19 +55,29 @@ def sizes_of(case: Case, ranks: int) -> Sizes:
     ]
 
 
+@lru_cache(128)
+def _drawn(experts: int, n: int, k: int, seed: int, rows: tuple[int, ...]) -> tuple[tuple[torch.Tensor, ...], ...]:
+    """x, w and bias of all ranks as small integers: drawing them takes longer than a call on a GPU."""
+    made = torch.Generator().manual_seed(seed % (1 << 31))
+    drawn = []
+    for count in rows:
+        x = torch.randint(-1, 2, (count, k), generator=made)
+        if k > _NON_ZERO:
+            x = x * (torch.rand(x.shape, generator=made).argsort(1) < _NON_ZERO)
+        w = torch.randint(-1, 2, (experts, k, n), generator=made)
+        bias = torch.randint(-2, 3, (experts, n), generator=made)
+        drawn.append((x.to(torch.int8), w.to(torch.int8), bias.to(torch.int8)))
+    return tuple(drawn)
+
+
 def tensors(
     case: Case, sizes: Sizes, device: torch.device
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """x, w and bias of all ranks: -1, 0, 1 with few products that are not zero; every other weight transposed."""
-    made = torch.Generator().manual_seed(case.seed % (1 << 31))
     xs, ws, biases = [], [], []
-    for row in sizes:
-        x = torch.randint(-1, 2, (sum(map(sum, row)), case.k), generator=made)
-        if case.k > _NON_ZERO:
-            x = x * (torch.rand(x.shape, generator=made).argsort(1) < _NON_ZERO)
-        w = torch.randint(-1, 2, (case.experts, case.k, case.n), generator=made).to(device, case.dtype)
-        bias = torch.randint(-2, 3, (case.experts, case.n), generator=made).to(device, case.dtype)
-        xs.append(x.to(device, case.dtype))
+    for drawn in _drawn(case.experts, case.n, case.k, case.seed, tuple(sum(map(sum, row)) for row in sizes)):
+        x, w, bias = (one.to(device, case.dtype) for one in drawn)
+        xs.append(x)
         ws.append(w.mT.contiguous().mT if case.seed % 2 else w)
         biases.append(bias)
     return xs, ws, biases

@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -96,20 +97,25 @@ def verify(group: ut.Group, case: Case) -> None:
     OPERATORS[case.operator](group, case)
 
 
-def integers(rows: int, columns: int, seed: int, case: Case, device: torch.device) -> torch.Tensor:
-    """-1, 0, 1, with at most _NON_ZERO that are not zero in each row, spread over all columns."""
+@lru_cache(1024)
+def _drawn(rows: int, columns: int, seed: int, most: int) -> torch.Tensor:
+    """-1, 0, 1, with at most `most` that are not zero in each row. Drawing takes longer than a call on a GPU."""
     generator = torch.Generator().manual_seed(seed % (1 << 31))
     made = torch.randint(-1, 2, (rows, columns), generator=generator)
-    if columns > _NON_ZERO:
-        keep = torch.rand(rows, columns, generator=generator).argsort(1) < _NON_ZERO
+    if columns > most:
+        keep = torch.rand(rows, columns, generator=generator).argsort(1) < most
         made = made * keep
-    return made.to(device=device, dtype=case.dtype)
+    return made.to(torch.int8)
+
+
+def integers(rows: int, columns: int, seed: int, case: Case, device: torch.device) -> torch.Tensor:
+    """-1, 0, 1, with at most _NON_ZERO that are not zero in each row, spread over all columns."""
+    return _drawn(rows, columns, seed, _NON_ZERO).to(device=device, dtype=case.dtype)
 
 
 def _weights(rows: int, columns: int, seed: int, case: Case, device: torch.device) -> torch.Tensor:
     """Any integers of -1, 0, 1: x alone limits the sums. Every other one lies the other way round."""
-    generator = torch.Generator().manual_seed(seed % (1 << 31))
-    made = torch.randint(-1, 2, (rows, columns), generator=generator).to(device=device, dtype=case.dtype)
+    made = _drawn(rows, columns, seed, columns).to(device=device, dtype=case.dtype)
     return made.t().contiguous().t() if case.seed % 2 else made
 
 

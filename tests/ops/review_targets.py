@@ -12,6 +12,9 @@ from undertow.plan.plan import Plan
 def modes() -> None:
     """Threads that carry parcels run in the caller's inference mode, with a Parameter as bias too."""
     group = ut.init()
+    with torch.inference_mode():  # the fabric, too, is made here
+        buffer = group.fabric.buffer(3, torch.float32)
+    buffer.local.fill_(1)  # torch refuses that of a tensor that was made in the mode
     x, w = torch.ones(64, 8), torch.ones(8, 16)
     bias = torch.nn.Parameter(torch.ones(16))
     for strategy in ("serial:peer", "chunked:peer", "signaled:peer", "signaled:dma"):

@@ -48,6 +48,10 @@ def test_what_is_kept_between_calls() -> None:
         assert "fused:peer" in said
 
 
+def test_an_aborted_call_leaves_no_half_result() -> None:
+    assert ut.launch(targets.aborted, 2, device="cpu", deadline=20) == [["poisoned", "no step"]] * 2
+
+
 def test_adagrad_steps_rows() -> None:
     assert ut.launch(targets.adagrad, 2, device="cpu") == [True, True]
 

@@ -86,3 +86,6 @@ def test_the_entry_point_registers_the_backend(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY / 'src'}"}
     found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["True", "False"]
+    script = "import undertow.torch_backend, torch.distributed as d; print('undertow' in d.Backend.backend_list)"
+    found = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["True"], "the package before torch"

@@ -151,9 +151,13 @@ def _from_floats(address, values, count, kind):
 
 
 def _typed_sum(dtype: Any) -> Callable[..., Any]:
-    """stores <- sources combined, for a type that is summed as it is."""
+    """stores <- sources combined, for a type that is summed as it is.
 
-    @_compiled
+    Each has a name of its own. Numba tells symbols of one name apart by a number that every process counts for itself,
+    so of several ranks that fill an empty cache together, two could keep sums of two types under one symbol: whoever
+    links both would sum one type as the other, at every start from then on.
+    """
+
     def run(sources, end, addresses, count, operation):
         total = np.empty(BLOCK, dtype)
         for begin in range(0, count, BLOCK):
@@ -175,7 +179,8 @@ def _typed_sum(dtype: Any) -> Callable[..., Any]:
                 copy_bytes(np.uintp(addresses[store] + byte), np.uintp(total.ctypes.data), length * total.itemsize)
         return len(total)  # used here, so that it lives until here: Numba does not see who holds an address
 
-    return run
+    run.__name__ = run.__qualname__ = f"_sum_{np.dtype(dtype).name}"
+    return _compiled(run)
 
 
 _sum_float32 = _typed_sum(np.float32)

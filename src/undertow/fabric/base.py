@@ -280,7 +280,8 @@ class Fabric(ABC):
             identity = self._next_buffer
             self._next_buffer += 1
             self._agree_on_shape(f"buffer({list(shape)}, {dtype})")
-            views, owner = self._allocate(shape, dtype)
+            with torch.inference_mode(False):  # it outlives this call: others, in no such mode, write to it, too
+                views, owner = self._allocate(shape, dtype)
             made = SymmetricBuffer(self.group, identity, views, owner)
             self._buffers.add(made)
             return made
@@ -377,7 +378,8 @@ class Fabric(ABC):
                     possible = ", ".join(one for one, reason in reasons.items() if not reason) or "none"
                     raise errors.StrategyUnavailable(strategy=name, reason=reasons[name], possible=possible)
                 self.group.exchange(None, f"opening lane {name}")  # ranks that open different ones hear of it here
-                self._lanes[name] = self._open_lane(name)
+                with torch.inference_mode(False):  # as for buffers
+                    self._lanes[name] = self._open_lane(name)
             return self._lanes[name]
 
     def open_lanes(self) -> list[str]:

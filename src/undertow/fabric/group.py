@@ -320,7 +320,9 @@ class Group:
             for rank, ring in sorted(self._rings.items())
             if mine and (theirs := Call.latest(ring.records(), self.name)) is not None and theirs.number < mine.number
         ]
-        suspect = peer if peer is not None else (behind[0] if behind else "unknown")
+        suspect: int | str = "unknown" if peer is None else peer
+        if behind and (peer is None or (peer in self._rings and peer not in behind)):
+            suspect = behind[0]  # one that has come as far as this rank waits itself, for one that has not
         doing = ""
         if isinstance(suspect, int) and suspect in self._rings:
             theirs = Call.latest(self._rings[suspect].records(), self.name)

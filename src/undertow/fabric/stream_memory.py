@@ -15,6 +15,7 @@ import struct
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,7 @@ from .. import errors
 
 _WAIT_32, _WRITE_32 = 1, 2  # CUstreamBatchMemOpType
 _OPERATION = struct.Struct("<iiQQIiQQ")  # type, padding, address, value, flags, padding, alias, padding
+_MOST_OPERATIONS = 255  # of one batch: the driver's limit
 _HOST, _DEVICE = 1, 2  # CUmemorytype
 # CUDA_MEMCPY2D. Of source and destination: x, y, type, padding, host, device, array, pitch. Then width and height.
 _ROWS = struct.Struct("<QQIIQQQQ" + "QQIIQQQQ" + "QQ")
@@ -31,6 +33,7 @@ _PORTABLE_AND_MAPPED = 1 | 2
 _NON_BLOCKING = 1
 _DISABLE_TIMING = 2
 _CAPTURE_MODE_RELAXED = 2
+_CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _NOT_READY = 600
 _LOST = frozenset(
     {
@@ -142,8 +145,16 @@ def packed(operations: Sequence[tuple[bool, int, int]]) -> bytes:
 
 
 def batch(stream: int, operations: bytes) -> None:
-    """What `packed` made, in its order, in one stop of the stream; each as by `wait` or `write`."""
-    code = _batch(stream, len(operations) // _OPERATION.size, operations, 0)
+    """What `packed` made, in its order, in one stop of the stream (more than 255: in several); each as by `wait` or
+    `write`.
+    """
+    count = len(operations) // _OPERATION.size
+    if count > _MOST_OPERATIONS:
+        head = _MOST_OPERATIONS * _OPERATION.size
+        batch(stream, operations[:head])
+        batch(stream, operations[head:])
+        return
+    code = _batch(stream, count, operations, 0)
     if code:
         _check(code)
 
@@ -194,6 +205,22 @@ def current(stream: torch.cuda.Stream) -> Iterator[None]:
 def is_capturing() -> bool:
     """Whether the current stream is being captured into a graph."""
     return torch.cuda.is_current_stream_capturing()
+
+
+@cache
+def _capture_info() -> Any:
+    """Found at its first use: of all functions here only the torch backend needs it."""
+    function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
+    function.argtypes = [c_void_p, ctypes.POINTER(c_int), ctypes.POINTER(c_uint64), c_void_p, c_void_p, c_void_p]
+    function.restype = c_int
+    return function
+
+
+def capture_of(stream: int) -> int:
+    """The number of the capture that `stream` is in, different for every capture of the process; 0 for none."""
+    status, number = c_int(), c_uint64()
+    _check(_capture_info()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None))
+    return number.value if status.value == _CAPTURING else 0
 
 
 def to_host(stream: int, host: int, device: int, size: int) -> None:

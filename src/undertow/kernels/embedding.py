@@ -10,7 +10,7 @@ fixed turns, slice after slice in the order of the list: remote ones first, says
     slices   destination, stride   address of the first row's first element, counted from `origin`, and elements
                                    between two rows
              first, bags           which bags, counted within a table
-             signal                address of the int32 word that says "complete", or 0 for nobody
+             signal                address of the int32 word that says "complete", counted from `words`; 0: nobody's
              begin, items          how many items come before this slice, and how many it has
              source, source_stride where rows come from (`spread_kernel`), counted from `origin`
              choice, distance      address of the int32 word by which the destination says which of its places is free
@@ -113,20 +113,21 @@ def _pooled(
     return total
 
 
-_POOL = ["like", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count", "origin"]
+_POOL = ["like", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count", "origin",
+         "words"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_POOL)
 def pool_kernel(
     like, slices, tables, values, offsets, weights, tickets, slice_count: tl.int32, value_count: tl.int64,
-    origin: tl.int64,
+    origin: tl.int64, words: tl.int64,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ALIGNMENT: tl.constexpr, MEAN: tl.constexpr,
     WEIGHTS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """`like` only tells the dtype of rows and results. ALIGNMENT: elements that every address is a multiple of.
 
     WHOLE: every table has exactly COLUMNS columns, so nothing is masked across. `origin`: 0 where destinations are
-    peers'; or the address of a buffer, which may be another one in the next call.
+    peers'; or the address of a buffer, which may be another one in the next call. `words`: likewise, of signals.
     """
     element: tl.constexpr = like.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -169,7 +170,7 @@ def pool_kernel(
                 tl.store(to, total.to(element), mask=present & mask)
         signal = tl.load(entry + 4)
         if (signal != 0) & (mine < items):
-            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal, tl.load(entry + 9))
+            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal + words, tl.load(entry + 9))
 
 
 @triton.jit(do_not_specialize=["like", "slices", "tables", "tickets", "slice_count", "origin"])
@@ -179,7 +180,7 @@ def spread_kernel(
 ):  # fmt: skip
     """Rows that were pooled before, from `source` to `destination`, table by table: the All-to-All without lookup.
 
-    The same slices, turns, tickets and signals as `pool_kernel`.
+    The same slices, turns, tickets and signals as `pool_kernel`; signals are always addresses.
     """
     element: tl.constexpr = like.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)

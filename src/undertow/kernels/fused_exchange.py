@@ -83,7 +83,7 @@ def fused_exchange_kernel(
         take_turn(word_bases, words, epoch, program, rank, abort, error, deadline_ns, RANKS)
     here = tl.where(program < programs, tiles, 0)
     AHEAD: tl.constexpr = has_bulk_copies()  # loads of a tile run into the epilogue of the one before
-    for position in tl.range(program, here, programs, flatten=AHEAD):
+    for position in tl.range(program, here, tl.maximum(programs, 1), flatten=AHEAD):  # it divides by its step
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         expert = tl.load(entry + 6).to(tl.int32) // LINE

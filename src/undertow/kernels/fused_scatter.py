@@ -212,7 +212,7 @@ def fused_scatter_kernel(
     before, previous = table, -1
     here = tl.where(program < programs, tiles, 0)
     AHEAD: tl.constexpr = has_bulk_copies()  # loads of a tile run into the epilogue of the one before
-    for position in tl.range(program, here, programs, flatten=AHEAD):
+    for position in tl.range(program, here, tl.maximum(programs, 1), flatten=AHEAD):  # it divides by its step
         entry = table + position * ENTRY
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         if has_bulk_copies():

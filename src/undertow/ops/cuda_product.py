@@ -241,7 +241,8 @@ def counters(fabric: CudaFabric, parcels: int) -> torch.Tensor:
     if found is None or found.numel() < parcels * _WORD:
         if found is not None:
             kept[-len(kept) - 1] = found
-        found = kept[key] = torch.zeros(max(64, parcels) * _WORD, dtype=torch.int32, device=fabric.device)
+        with torch.inference_mode(False):  # they are cleared by later calls in any mode
+            found = kept[key] = torch.zeros(max(64, parcels) * _WORD, dtype=torch.int32, device=fabric.device)
     return found
 
 

@@ -22,6 +22,7 @@ import torch
 
 from .. import settings
 from ..errors import InvalidArgument
+from ..fabric.base import poison
 from ..fabric.group import Group
 from ..fabric.registry import as_group
 from ..plan.bags import Layout, Piece
@@ -144,6 +145,8 @@ def embedding_all_to_all(
     rank has. torch.no_grad() is for all ranks or for none.
 
     On a GPU the indices are looked at only under UNDERTOW_CHECK=1; one out of range reads nothing and counts as absent.
+    The result may stand on memory that torch's allocator does not know: where another stream reads it, the current one
+    must wait for that before the result is dropped (`record_stream` does nothing here).
     """
     on = as_group(group)
     given = _Given(tables, values, offsets, lengths, weights, pooling, batches, optimizer, out)
@@ -287,15 +290,21 @@ def _cut(told: Sequence[int | None], name: str, on: Group) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Request(Request):
-    """A call whose result's memory depends on the plan: `made` holds the last one."""
+    """A call whose result's memory depends on the plan: `made` holds the last one. `out`: the caller's, if given."""
 
     bags: Any = None
     layout: Any = None
     batches: tuple[int, ...] = ()
     made: Any = None
+    out: torch.Tensor | None = None
 
     def execute(self, plan: Plan) -> None:
-        self.made[:] = [run(self.group.fabric, self.bags, self.layout, self.batches, plan, self.output)]
+        try:
+            self.made[:] = [run(self.group.fabric, self.bags, self.layout, self.batches, plan, self.output)]
+        except BaseException:
+            if self.out is not None:  # nothing will be copied there, and what is there is an older result
+                poison(self.out)
+            raise
 
 
 def call(
@@ -325,6 +334,7 @@ def call(
     request = _Request(
         problem, on, told, same, like, lambda plan, lane: None, lookup, grains=GRAINS,
         lane="net" if on.fabric.lanes()["peer"] else "peer", bags=bags, layout=layout, batches=batches, made=made,
+        out=out,
     )  # fmt: skip
     perform(request, strategy, plan)
     return made[0] if out is None else out.copy_(made[0])

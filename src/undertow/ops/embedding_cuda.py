@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
 from ..fabric import stream_memory, timeline
+from ..fabric.base import WORD_STRIDE
 from ..fabric.cuda import CudaFabric
 from ..plan.bags import Shape, kernel_shape, slices
 from ..plan.plan import Plan
@@ -32,7 +33,7 @@ class Slice(NamedTuple):
     stride: int
     first: int
     bags: int
-    signal: int = 0
+    signal: int = 0  # counted from the launch's words, if it has any
     source: int = 0  # counted from the launch's buffer
     source_stride: int = 0
     choice: int = 0
@@ -59,8 +60,14 @@ class Lookup:
     def shape(self) -> Shape:
         return kernel_shape(self.plan, self.bags.tables[0].element_size())
 
-    def pool(self, found: Sequence[Slice], buffer: torch.Tensor | None = None, only_load: bool = False) -> None:
-        """Pool all slices in one launch of the plan's SMs, into `buffer` or where their addresses lead."""
+    def pool(
+        self, found: Sequence[Slice], buffer: torch.Tensor | None = None, words: int = 0, only_load: bool = False
+    ) -> None:
+        """Pool all slices in one launch of the plan's SMs, into `buffer` or where their addresses lead.
+
+        `words`: what signals are counted from. Those of a captured call are new, and the list of slices, which cannot
+        be uploaded in a capture, must be the one of the calls before it.
+        """
         from ..kernels import embedding
 
         bags = self.bags
@@ -87,7 +94,7 @@ class Lookup:
             grid, count = (1,), 0
         kernel: Any = embedding.pool_kernel
         origin = 0 if buffer is None else buffer.data_ptr()
-        kernel[grid](*arguments, count, bags.values.numel(), origin, **constants)
+        kernel[grid](*arguments, count, bags.values.numel(), origin, words, **constants)
 
     def spread(
         self,
@@ -230,17 +237,15 @@ class CudaPooling(Product):
         if self._plan.grain == "signaled" and self._bags.tables:
             for number, one in enumerate(self._leaving):
                 if one.parcel == parcel and one.destination != self._fabric.group.rank:
-                    self._fabric.guard.wait(self._word(number), 1, on_host=False)
-
-    def _word(self, number: int) -> int:
-        return self._words.data_ptr() + 128 * number
+                    self._fabric.guard.wait(self._words.data_ptr() + WORD_STRIDE * number, 1, on_host=False)
 
     def _pool(self, parcel: int | None, only_load: bool = False) -> None:
         """One parcel, or all."""
         width, size, signal = self._bags.width, self._buffer.element_size(), self._plan.grain == "signaled"
         found = [
-            Slice(one.first * width * size, width, one.first, one.bags, self._word(number) if signal else 0)
+            Slice(one.first * width * size, width, one.first, one.bags, WORD_STRIDE * (number + 1) if signal else 0)
             for number, one in enumerate(self._leaving) if parcel is None or one.parcel == parcel
         ]  # fmt: skip
         with timeline.event("lookup", engine="compute", bags=sum(one.bags for one in found)):
-            self._lookup.pool(found, self._buffer, only_load)
+            words = self._words.data_ptr() - WORD_STRIDE  # counted from one before the first: 0 is nobody's
+            self._lookup.pool(found, self._buffer, words, only_load)

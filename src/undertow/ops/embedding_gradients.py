@@ -213,6 +213,8 @@ class Lookup(torch.autograd.Function):
             for_weights = weight_gradients(bags, gathered, call.divisor)
         rows = row_gradients(bags, gathered, call.divisor)
         if call.optimizer is not None:
+            call.fabric.settle()  # the exchange is over: if it was aborted, the tables must not take poison for a step
+            call.fabric.group.check()
             call.optimizer.step(bags.tables, rows)
             return None, None, for_weights, *([None] * len(bags.tables))
         make = sparse if call.sparse else dense

@@ -2,9 +2,10 @@
 
 **Places.** Each rank has a few places for results in symmetric memory. The tensor that a call returns *is* such a
 place: nothing is copied after the last peer has stored. A place is leased to that tensor and free again when its memory
-is; if none can be leased (the caller keeps old results), the result is copied out of the last place. So is that of a
-captured call: its replays write to the same place whenever they like, which nobody else's result may stand on. Which
-place a result goes to is the destination's own choice, told to the sources in a word:
+is; if none can be leased (the caller keeps old results), the result is copied out of the first place. So is that of a
+captured call: its replays write to the same place whenever they like, which nobody else's result may stand on. A source
+that the watchdog releases from its wait finds a 1 and stores there, too: results that were given out stay as they were.
+Which place a result goes to is the destination's own choice, told to the sources in a word:
 
     destination d:  choice[d, parcel] at every source s := 1 + place      (releases: what read the place before is done)
     source s:       wait for choice[d, parcel] of all its slices, kernel  (acquires; the kernel reads the words itself)
@@ -14,6 +15,10 @@ place a result goes to is the destination's own choice, told to the sources in a
 Only constants are written, and every word is cleared before its writer can come again: a destination chooses anew only
 after it has seen the slice, which was signalled after its choice was cleared; a source sets `full` only after a choice
 that follows the clearing. So a captured call can be replayed, as often and as fast as one likes.
+
+**Streams.** What the stream of a call did with its result before that was dropped is done before the place is told
+again, also by a call on another stream. Of other streams that read the result nobody knows, as torch's `record_stream`
+knows only torch's own memory: the stream of the call must wait for them before the result is dropped.
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
 
 MOST_PARCELS = 16  # words for so many slices of a (source, destination)
 _PLACES = 2
+_COPIED = 0  # the place that is never leased
 _ALIGNMENT = 128
 _EXCHANGE = object()  # name of what is kept with a fabric
 
@@ -63,12 +69,15 @@ class Exchange:
         size = fabric.group.size
         self._fabric, self._size, self._rank = fabric, size, fabric.group.rank
         self._words = fabric.signals(2 * size * MOST_PARCELS)
-        self._leases: dict[tuple[int, int], weakref.ref[_Leased]] = {}
+        self._leases: dict[tuple[int, int], tuple[weakref.ref[_Leased], torch.cuda.Stream]] = {}
 
     @staticmethod
     def of(fabric: CudaFabric) -> Exchange:
         found = fabric.kept.get(id(_EXCHANGE))
         if found is None:
+            if torch.cuda.is_current_stream_capturing():
+                was = "the first one over peers, inside a CUDA graph capture"
+                raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it makes words")
             found = fabric.kept[id(_EXCHANGE)] = Exchange(fabric)
         assert isinstance(found, Exchange)
         return found
@@ -88,20 +97,28 @@ class Exchange:
         distance = space.nbytes // _PLACES // _ALIGNMENT * _ALIGNMENT
         base = [space.address(one) for one in range(self._size)]
         mine, rows = base[self._rank], batches[self._rank]
-        leasable = range(0 if torch.cuda.is_current_stream_capturing() else _PLACES - 1)
-        place = next((one for one in leasable if self._is_free(mine, one)), _PLACES - 1)
+        leasable = [] if torch.cuda.is_current_stream_capturing() else [one for one in range(_PLACES) if one != _COPIED]
+        place = next((one for one in leasable if self._is_free(mine, one)), _COPIED)
         nbytes = rows * layout.room * size
         if nbytes == 0:
             return Result(self, base, distance, place, layout, like.new_empty(rows, layout.room))
         leased = _Leased(mine + place * distance, nbytes, space.local)
-        if place < _PLACES - 1:
-            self._leases[mine, place] = weakref.ref(leased)
+        if place != _COPIED:
+            self._lease(mine, place, leased)
         whole = torch.as_tensor(leased, device=like.device).view(like.dtype).view(rows, layout.room)
         return Result(self, base, distance, place, layout, whole)
 
     def _is_free(self, base: int, place: int) -> bool:
         held = self._leases.get((base, place))
-        return held is None or held() is None
+        return held is None or held[0]() is None
+
+    def _lease(self, base: int, place: int, leased: _Leased) -> None:
+        """To a call on the current stream, after what the stream of the one before was given."""
+        here = torch.cuda.current_stream(self._fabric.device)
+        before = self._leases.get((base, place))
+        if before is not None and before[1] != here:
+            here.wait_stream(before[1])
+        self._leases[base, place] = weakref.ref(leased), here
 
     def begin(self, place: int, sources: Sequence[int], parcels: Sequence[int], leaving: Sequence[Leaving]) -> None:
         """Tell `sources`, and this rank itself, the place for these parcels; wait for the choices of who gets mine."""
@@ -155,7 +172,7 @@ class Result:
         """[rows, width], summed where rows of a table came from several ranks; of its own memory or leased."""
         if self.layout.sums:
             return add_up(self.whole, self.layout)
-        return self.whole.clone() if self.place == _PLACES - 1 else self.whole
+        return self.whole.clone() if self.place == _COPIED else self.whole
 
 
 def run_over_peers(
@@ -182,13 +199,14 @@ def run_over_peers(
         return
     like = result.whole
     buffer = torch.empty(bags.samples, bags.width, dtype=like.dtype, device=like.device)
+    at_once = plan.grain == "serial" and len(plan.parcels) == 1  # nothing is gained by own rows that go first
     parcels = [
         result.slices(
-            [one for one in leaving if (one.parcel, one.destination == rank) == (parcel, False)], rank, buffer
+            [one for one in leaving if one.parcel == parcel and (at_once or one.destination != rank)], rank, buffer
         )
         for parcel in range(len(plan.parcels))
     ]
-    mine = result.slices([one for one in leaving if one.destination == rank], rank, buffer)
+    mine = result.slices([one for one in leaving if one.destination == rank and not at_once], rank, buffer)
     product: Product = NoProduct()
     if compute:
         product = CudaPooling(fabric, bags, batches, plan, buffer, lambda: lookup.spread(mine, buffer))

@@ -127,14 +127,12 @@ def _scatter(
 def _gather(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
 ) -> tuple[Stage, Launch]:
-    from ..kernels.fused_gather import fused_gather_kernel
-
     assert plan.tile is not None
     block_m, block_n = plan.tile
     if problem.n == 0:  # others need its rows, and wait for it to take theirs: it multiplies a few zeros
         problem, finish = replace(problem, n=ALIGNED), Finish(None, "none")
         w, y = w.new_zeros(problem.k, ALIGNED), y.new_empty(problem.m, ALIGNED)
-    rank, size, n, k = fabric.group.rank, fabric.group.size, problem.n, problem.k
+    rank, n, k = fabric.group.rank, problem.n, problem.k
     lines = sum(-(-rows // block_m) for rows in problem.shards)
     # One for each K, so that rows of all calls have the same places in both halves.
     stage = stage_of(fabric, ("gather", x.dtype, k), fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
@@ -143,7 +141,32 @@ def _gather(
     pushed = ("fused pushes", problem.shards, plan.digest, rank)
     pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank))
     own = -(-problem.shards[rank] // block_m) * -(-n // block_n)
+    whole = all(rows % block_m == 0 for rows in problem.shards[:-1])
+    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, own, pushes, whole, announced=False)
+
+
+def gather_launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    plan: Plan,
+    finish: Finish,
+    fabric: CudaFabric,
+    stage: Stage,
+    table: torch.Tensor,
+    own: int,
+    pushes: torch.Tensor,
+    whole: bool,
+    announced: bool,
+) -> Launch:
+    """The gather kernel, loaded. `whole`: all rows of y but the last come in whole bands. `announced`: see there."""
+    from ..kernels.fused_gather import fused_gather_kernel
+
+    assert plan.tile is not None
+    block_m, block_n = plan.tile
+    k, n = x.shape[1], w.shape[-1]
     capacity = stage.half // k
+    lines = stage.lines // 2 - announced  # a line of announcements, and one to make their number even
     both = factors(x, w, fabric.bulk_copies)
     buffer = stage.data.local[: 2 * stage.half].view(2 * capacity, k)
     gathered: Any = buffer
@@ -151,7 +174,7 @@ def _gather(
         gathered = stage.describe(("gathered", block_m), lambda: descriptor(buffer, [block_m, both.block_k]))
     bias, ends = finishing(finish, y)
     aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
-    bulk = aligned and fabric.bulk_copies and all(rows % block_m == 0 for rows in problem.shards[:-1])
+    bulk = aligned and whole and fabric.bulk_copies and y.numel() > 0
     parts = 2 if bulk else 4
     loaders = plan.share.communication_ctas or 1
 
@@ -161,16 +184,16 @@ def _gather(
         kernel[(fabric.multiprocessors,)](
             a, gathered, b, descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, both.a, y, bias, table,
             pushes, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), own, len(pushes),
-            working, min(working, loaders), k, *both.strides, capacity, stage.lines // 2, fused.parts(plan, k), rank,
+            working, min(working, loaders), k, *both.strides, capacity, lines, fused.parts(plan, k), fabric.group.rank,
             *watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=False, PARTS=parts, BULK=bulk, EVEN=aligned, WIDTH=plan.piece,
-            RANKS=size, ANNOUNCED=False, **ends, **both.constants,
+            BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=both.grouped, PARTS=parts, BULK=bulk, EVEN=aligned,
+            WIDTH=plan.piece, RANKS=fabric.group.size, ANNOUNCED=announced, **ends, **both.constants,
         )  # fmt: skip
 
     # Columns, bias and activation are each rank's own.
     variant = (both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
-    load(fabric, stage, ("gather", plan.tile, plan.piece, x.dtype), variant, launch)
-    return stage, launch
+    load(fabric, stage, ("gather", announced, plan.tile, plan.piece, x.dtype, both.grouped), variant, launch)
+    return launch
 
 
 # -- matmul_all_reduce of few rows -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ..plan import fused
 from ..plan.tokens import Tokens, arriving_tiles, collected_table, leaving_table, push_table
 from .cuda_product import device_table
 from .finish import Finish
+from .fused_cuda import gather_launch
 from .fused_launch import ALIGNED, active, descriptor, factors, finishing, watch
 from .fused_stage import Stage, load, stage_of
 
@@ -98,12 +99,10 @@ def arrive(
     keep: bool,
 ) -> Callable[[], None]:
     """all_to_all_matmul: what enqueues it, once. `keep`: the rows that came are wanted in `received`."""
-    from ..kernels.fused_gather import fused_gather_kernel
-
     assert isinstance(fabric, CudaFabric)
     assert plan.tile is not None
-    block_m, block_n = plan.tile
-    rank, size, k = fabric.group.rank, fabric.group.size, x.shape[1]
+    block_m = plan.tile[0]
+    rank, k = fabric.group.rank, x.shape[1]
     if tokens.most == 0:  # on all ranks
         return _nothing if arriving is None else lambda: arriving.begin(received)
     if w.shape[-1] == 0:  # others need its rows, and wait for it to take theirs: it multiplies a few zeros
@@ -117,34 +116,8 @@ def arrive(
     table = device_table(fabric, ("arriving", n, *key), lambda: arriving_tiles(tokens, n, plan, rank)[0])
     own = arriving_tiles(tokens, n, plan, rank)[1]
     pushes = device_table(fabric, ("pushes", *key), lambda: push_table(tokens, plan, rank))
-    capacity = stage.half // k
-    both = factors(x, w, fabric.bulk_copies)
-    buffer = stage.data.local[: 2 * stage.half].view(2 * capacity, k)
-    gathered: Any = buffer
-    if fabric.bulk_copies:
-        gathered = stage.describe(("arriving", block_m), lambda: descriptor(buffer, [block_m, both.block_k]))
-    bias, ends = finishing(finish, y)
-    aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
-    blocks = tokens.arriving(rank)
-    whole = all(one.rows % block_m == 0 for one in blocks[:-1])
-    bulk = aligned and whole and fabric.bulk_copies and y.numel() > 0
-    parts = 2 if bulk else 4
-    loaders = plan.share.communication_ctas or 1
-
-    def launch(epochs: torch.Tensor, working: int) -> None:
-        kernel: Any = fused_gather_kernel
-        a, b = both.operands((block_m, block_n))
-        kernel[(fabric.multiprocessors,)](
-            a, gathered, b, descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, both.a, y, bias, table,
-            pushes, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), own, len(pushes),
-            working, min(working, loaders), both.inner, *both.strides, capacity, (stage.lines - 2) // 2,
-            fused.parts(plan, k), rank, *watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=both.grouped, PARTS=parts, BULK=bulk, EVEN=aligned,
-            WIDTH=plan.piece, RANKS=size, ANNOUNCED=True, **ends, **both.constants,
-        )  # fmt: skip
-
-    variant = (both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
-    load(fabric, stage, ("arrive", plan.tile, plan.piece, x.dtype, both.grouped), variant, launch)
+    whole = all(one.rows % block_m == 0 for one in tokens.arriving(rank)[:-1])
+    launch = gather_launch(x, w, y, plan, finish, fabric, stage, table, own, pushes, whole, announced=True)
     stage.follow(fabric.device)
 
     def call() -> None:
@@ -165,6 +138,8 @@ def _keep(x: torch.Tensor, received: torch.Tensor, tokens: Tokens, stage: Stage,
 
     Which half they are in only the device knows, as a replayed call counts there.
     """
+    if received.numel() == 0:
+        return
     halves = stage.data.local.view(2, stage.half)[:, : received.numel()]
     received.view(1, -1).copy_(halves.index_select(0, stage.epochs[:1] & 1))
     first, there = sum(row[rank] for row in tokens.matrix[:rank]), sum(tokens.matrix[rank][:rank])

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 if TYPE_CHECKING:
     from .process_group import UndertowProcessGroup
 
@@ -17,7 +15,12 @@ NAME = "undertow"
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed. Again: nothing happens."""
+    """Make the backend known to torch.distributed. Again: nothing happens.
+
+    torch is imported here, and not above: where this package comes first, torch's own import looks for this function.
+    """
+    import torch.distributed as dist
+
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 

@@ -237,7 +237,7 @@ class Streams:
         self._group = group
         self._own = _cuda.Stream(group.device, priority=-1)
         self._last: Any = None  # an event behind the latest call
-        self._last_was_captured = False
+        self._last_capture = 0  # the capture that it was in; 0 for none
         self._lock = threading.Lock()
 
     def add(
@@ -249,20 +249,22 @@ class Streams:
         blocking: bool,
         host_waits: bool = False,
     ) -> CudaHandle:
-        """Enqueue a call. Events of a capture mean nothing outside it, nor those of outside within it."""
+        """Enqueue a call. Events of a capture mean nothing outside it or in another, nor those of outside within it."""
+        from ..fabric import stream_memory  # there is a driver: a call on a GPU is being made
+
         with self._lock, _cuda.device(self._group.device):
             current = _cuda.current_stream(self._group.device)
-            captured = bool(_cuda.is_current_stream_capturing())
+            capture = stream_memory.capture_of(current.cuda_stream)
             stream = current if blocking else self._own
             if not blocking:
                 stream.wait_stream(current)
                 for tensor in (*inputs, *outputs):
                     tensor.record_stream(stream)
-            if self._last is not None and captured == self._last_was_captured:
+            if self._last is not None and capture == self._last_capture:
                 stream.wait_event(self._last)
             with _cuda.stream(stream):
                 call()
-            self._last, self._last_was_captured = _cuda.Event(), captured
+            self._last, self._last_capture = _cuda.Event(), capture
             self._last.record(stream)
             return CudaHandle(self._group, what, outputs, self._last, host_waits)
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 from .. import settings
 from ..collective import operators
+from ..collective.arguments import REDUCIBLE
 from ..fabric.group import Group
 from ..fabric.registry import as_group, default_device, seconds_to_wait
 from . import NAME, fallback, lists
@@ -303,7 +304,7 @@ class UndertowProcessGroup(dist.ProcessGroup):
             if tensor.layout != torch.strided:
                 return f"its tensors are {str(tensor.layout).removeprefix('torch.')}"
             dtype = tensor.dtype
-            if operation and not (dtype in operators.REDUCIBLE or (dtype == torch.bool and operation in _OF_TRUTH)):
+            if operation and not (dtype in REDUCIBLE or (dtype == torch.bool and operation in _OF_TRUTH)):
                 return f"Undertow does not reduce {dtype}"
             if operation == "avg" and not dtype.is_floating_point:
                 return f"an average of {dtype}"

@@ -1,0 +1,74 @@
+"""The rivals in the benchmark of tokens, on a CPU: they give what the fused kernels must give.
+
+Ranks come one after the other and wait for nobody, so every variant runs twice: the first time for what it sends.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+import fused_report
+import fused_tokens
+
+RANKS, TOKENS = 3, 40
+RIVALS = ("serial blocks", "serial grouped")
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `Bench` is to the layers, of all ranks."""
+    monkeypatch.setattr(fused_tokens, "MODELS", {"small": (16, 24, 6, 2)})
+    monkeypatch.setattr(fused_tokens, "_kernels", lambda: types.SimpleNamespace(exchange=None, arrive=None))
+    memory: list[torch.Tensor] = [torch.empty(0, dtype=torch.bfloat16)] * RANKS
+
+    def buffer(rank: int, elements: int) -> Any:
+        if memory[rank].numel() < elements:
+            memory[rank] = torch.full((elements,), float("nan"), dtype=torch.bfloat16)
+        return types.SimpleNamespace(local=memory[rank], peer=lambda one: memory[one])
+
+    return [
+        types.SimpleNamespace(
+            rank=rank, size=RANKS, device=torch.device("cpu"), sms=33, group=None, align=lambda: None,
+            fabric=types.SimpleNamespace(bulk_copies=True), buffer=lambda _, count, rank=rank: buffer(rank, count),
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["leave", "arrive"])
+def test_rivals_are_right(kind: str, node: list[Any]) -> None:
+    (_, _, m, k, n) = fused_tokens.cases(kind, [TOKENS])[0]
+    made = [getattr(fused_tokens, kind)(bench, m, k, n) for bench in node]
+    for name in RIVALS:
+        for again in range(2):
+            for variants, want, poisoned in made:
+                for one in poisoned:
+                    one.fill_(float("nan"))
+                found = variants[name](0)
+                if again:
+                    assert torch.equal(found, want), name
+    for variants, want, _ in made:
+        assert variants["cublas"](0).isfinite().all()
+        assert variants["cublas grouped"](0).shape[1] == want.shape[1]
+
+
+def test_the_better_rival_counts() -> None:
+    median = {
+        "cublas": 4.0,
+        "cublas grouped": 2.0,
+        "gemm": 3.0,
+        "fused": 4.0,
+        "serial blocks": 9.0,
+        "serial grouped": 6.0,
+    }
+    scores = fused_report.scores({"kind": "leave", "median": median})
+    assert scores["over serial"] == 1.5
+    assert scores["E"] == 0.5
