@@ -283,10 +283,10 @@ def straight_kernel(
     row = rows + number * width
     ends = _entries(row, STARTS, ENDS, LANES)
     starts = tl.load(row + lanes, mask=lanes < STARTS, other=0)
-    if EARLY == 2:
-        gdc_launch_dependents()
     if EARLY > 0:
         gdc_wait()
+    if EARLY == 2:
+        gdc_launch_dependents()
     # Ordered by the launch: the CTA of this number stored them in the call before.
     past = (tl.load(epochs + 2 * number), tl.load(epochs + 2 * number + 1))
     watch = (abort, error, deadline_ns)
