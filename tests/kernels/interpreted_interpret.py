@@ -72,7 +72,7 @@ def settle(pointers: Any, wanted: Any, flag: Any, watch: Any) -> Any:
                 break
             _again(began)
         found.append(seen.to(tl.int32))
-    return tuple(found)
+    return (*found, found[0] * 0)  # ARRIVED
 
 
 def send(pointers: Any, data: Any, flag: Any, wanted: Any) -> None:
@@ -111,6 +111,7 @@ class Node:
             torch.from_numpy(self.bytes(16 * len(schedule.workers_of(rank)) * schedule.instances).view(np.int64))
             for rank in range(ranks)
         ]
+        self.finished = [torch.from_numpy(self.bytes(8).view(np.int64)) for _ in range(ranks)]
         self.parcels, self.tiles = ([self.bytes(128 * 64) for _ in range(ranks)] for _ in range(2))
 
     def bytes(self, count: int, shift: int = 0) -> NDArray[np.uint8]:
@@ -170,7 +171,8 @@ class Node:
                     torch.from_numpy(one) for one in (bound.code, bases, np.array([*words, words[rank]], np.int64))
                 ]
                 kernel, arguments = interpret.interpret_kernel, (
-                    *tables, self.epochs[rank], *own, bound.iterations, len(bound.code), none, none, 0,
+                    *tables, self.epochs[rank], self.finished[rank], *own, outs[rank].nbytes, bound.iterations,
+                    len(bound.code), none, none, 0,
                     self.parcels[rank].ctypes.data, ready, self.tiles[rank].ctypes.data,
                 )  # fmt: skip
             else:
@@ -179,7 +181,8 @@ class Node:
                 step, iterations = tiling(schedule, length, self.stride, size, None)
                 cut = straight_cut(schedule, shape, self.stride, LANES // 32, iterations, step)
                 kernel = straight.straight_kernel
-                arguments = (torch.from_numpy(made), self.epochs[rank], *own, *cut, none, none, 0)
+                counts, room = (self.epochs[rank], self.finished[rank]), outs[rank].nbytes
+                arguments = (torch.from_numpy(made), *counts, *own, room, *cut, none, none, 0)
             for cta in range(bound.workers * schedule.instances):
                 child = os.fork()
                 if child == 0:
@@ -238,6 +241,8 @@ def test_programs(name: str, ranks: int, options: dict[str, Any], dtype: torch.d
     past = {tuple(one.view(-1, 2)[cta].tolist()) for one in node.epochs for cta in range(len(one) // 2)}
     assert len(past) == 1, past
     assert past.pop()[1] == len(lengths)
+    out = [int(one) for one in node.finished]  # every CTA counts itself out once a call
+    assert out == [len(one) // 2 * len(lengths) for one in node.epochs]
 
 
 BLOCK = LANES * 16 * pieces.BLOCK.value  # bytes
@@ -377,7 +382,7 @@ def test_the_program_that_loads_a_kernel_does_nothing(name: str, options: dict[s
     code, table = torch.from_numpy(idle_code(4)), torch.zeros(16, dtype=torch.int64)
     epochs, none = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     interpret.interpret_kernel[(1,)](
-        code, table, table, epochs, 0, 0, 1, len(code), none, none, 0, 0, 0, 0, **variant
+        code, table, table, epochs, table, 0, 0, 0, 1, len(code), none, none, 0, 0, 0, 0, **variant
     )  # fmt: skip
     assert epochs.tolist() == [1, 1]
 
@@ -389,7 +394,8 @@ def test_a_row_of_zeros_does_nothing(name: str, options: dict[str, Any]) -> None
     assert shape is not None
     epochs, none = torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     straight.straight_kernel[(1,)](
-        torch.zeros(shape.width, dtype=torch.int64), epochs, 0, 0, 0, 0, 1, 0, 0, 1, 1, none, none, 0,
+        torch.zeros(shape.width, dtype=torch.int64), epochs, torch.zeros(1, dtype=torch.int64), 0, 0, 0, 0, 0, 1, 0, 0,
+        1, 1, none, none, 0,
         **kernel_variant(schedule, shape, torch.float32, "sum", 2),
     )  # fmt: skip
     assert epochs.tolist() == [0, 1]

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from undertow.collective.algorithms import LIBRARY
 from undertow.collective.bind import tiling
-from undertow.collective.cuda_kernels import PACKET_WARPS, WARPS, kernel_variant, launch_options
+from undertow.collective.cuda_kernels import EARLIEST, PACKET_WARPS, WARPS, kernel_variant, launch_options
 from undertow.collective.schedule import Schedule
 from undertow.collective.straight import rows, straighten
 from undertow.errors import InvalidArgument
@@ -35,8 +35,9 @@ from undertow.kernels.interpret import interpret_kernel
 from undertow.kernels.straight import straight_kernel
 
 SIGNATURE = {
-    "code": "*i64", "bases": "*i64", "semaphores": "*i64", "epochs": "*i64", "source": "i64", "out": "i64",
-    "iterations": "i32", "words": "i32", "abort": "*i32", "error": "*i32", "deadline_ns": "i64", "parcels": "i64",
+    "code": "*i64", "bases": "*i64", "semaphores": "*i64", "epochs": "*i64", "finished": "*i64", "source": "i64",
+    "out": "i64", "out_bytes": "i64", "iterations": "i32", "words": "i32", "abort": "*i32", "error": "*i32",
+    "deadline_ns": "i64", "parcels": "i64",
     "parcel_target": "i32", "tiles": "i64", "rows": "*i64", "width": "i32", "tile": "i64", "scratch_bytes": "i64",
     "slice_bytes": "i64", "depth": "i32", "instances": "i32",
 }  # fmt: skip
@@ -80,10 +81,11 @@ def compiled(
     shape = straighten(schedule)
     assert (shape is not None) == (name in STRAIGHT), name
     kernel: Any = interpret_kernel if shape is None else straight_kernel
-    constants = {**kernel_variant(schedule, shape, dtype, operation, warps), **changes}
+    architecture = int(target.removeprefix("sm_"))
+    early = (architecture // 10, architecture % 10) >= EARLIEST
+    constants = {**kernel_variant(schedule, shape, dtype, operation, warps, early=early), **changes}
     key = (shape is None, *constants.values(), target)
     if key not in _compiled:
-        architecture = int(target.removeprefix("sm_"))
         types = {argument: SIGNATURE.get(argument, "constexpr") for argument in kernel.arg_names}
         source = ASTSource(kernel, types, constants, {})
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=launch_options(warps))
@@ -98,8 +100,10 @@ def check_order(made: CompiledKernel) -> list[Instruction]:
     (code,) = functions(made.ptx)
     releases = {at.opcode for at in code if re.search(r"\.(?:release|acq_rel)\b", at.opcode)}
     acquires = {at.opcode for at in code if re.search(r"\.(?:acquire|acq_rel)\b", at.opcode)}
-    assert releases <= {"atom.global.sys.release.add.u32"}  # posts
-    assert acquires <= {"ld.acquire.sys.global.b32"}  # waits
+    out = {"atom.global.gpu.release.add.u64", "atom.global.gpu.acq_rel.add.u64"}  # CTAs that leave a call
+    seen = {"atom.global.gpu.acq_rel.add.u64", "ld.global.gpu.acquire.b64"}  # by those that failed
+    assert out <= releases <= {"atom.global.sys.release.add.u32"} | out  # posts
+    assert seen <= acquires <= {"ld.acquire.sys.global.b32"} | seen  # waits
     assert all(at.guard for at in code if at.opcode in releases)
     assert "%globaltimer" in made.ptx
     assert made.spills == 0
@@ -114,6 +118,21 @@ def test_waits_and_posts_are_ordered_and_nothing_is_spilled(name: str, target: s
     if not schedule_of(name).packets:
         assert "atom.global.sys.release.add.u32" in opcodes
         assert "ld.acquire.sys.global.b32" in opcodes
+
+
+@pytest.mark.parametrize("name", ["sum, 4 ranks", "packets, 4 ranks"])
+def test_the_next_call_is_launched_when_this_one_waits_no_more_and_reads_nothing_before_it_has_ended(name: str) -> None:
+    code = check_order(compiled(name, "sm_90"))
+    (waits,), (launches,) = (positions(code, f"griddepcontrol.{one}") for one in ("wait", "launch_dependents"))
+    polls = [at for at, one in enumerate(code) if re.match(r"ld\.(acquire|relaxed)\.sys\.global\.b(32|64)", one.opcode)]
+    assert polls
+    assert waits < min(polls)
+    assert max(polls) < launches
+    touched = [at for at, one in enumerate(code) if one.opcode.startswith(("st.", "atom."))]
+    assert waits < min(touched)
+    loads = [at for at in range(waits) if code[at].opcode.startswith("ld.global")]
+    assert len(loads) > 2, "the row is read meanwhile"
+    assert "griddepcontrol" not in compiled(name, "sm_80").ptx
 
 
 TYPES = [
@@ -215,7 +234,8 @@ def test_epochs_are_stored_last() -> None:
     code = check_order(compiled("sum, 4 ranks", "sm_90"))
     stores = positions(code, "st.global.b64")
     assert len(stores) == 2
-    last_data = max(index for index, at in enumerate(code) if at.opcode.startswith("st.global") and index not in stores)
+    data = [index for index, at in enumerate(code) if re.fullmatch(r"st\.global\.(v4\.b32|b16)", at.opcode)]
+    last_data = max(data)  # bytes are poison
     assert last_data < stores[0]
     between = [at.opcode for at in code[last_data : stores[0]]]
     assert "bar.sync" in between

@@ -62,6 +62,8 @@ class CpuExecutable:
     Making one is collective. Calls of one executable come one after the other, on all ranks in the same order.
     """
 
+    poisons = False
+
     def __init__(self, fabric: CpuFabric, schedule: Schedule, stride: int = STRIDE) -> None:
         group = fabric.group
         if schedule.ranks != group.size:

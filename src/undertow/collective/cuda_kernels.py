@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from ..fabric.group import Group
     from .schedule import Schedule
 
-WARPS = 8  # with 16 wide loads of each thread, 64 KB are under way for each CTA: enough to cover a peer's latency
-PACKET_WARPS = 16  # a thread has one word of each source under way, and few registers
+IN_FLIGHT = 16  # wide loads of a thread
+WARPS = 8  # with that many loads 64 KB are under way for each CTA: enough to cover a peer's latency
+PACKET_WARPS = 8
+EARLIEST = (9, 0)  # the first GPUs on which a kernel can be launched before the one in front of it has ended
 _ELEMENTS: dict[torch.dtype, Any] = {
     torch.float32: tl.float32, torch.float64: tl.float64, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16,
     torch.int32: tl.int32, torch.int64: tl.int64, torch.uint8: tl.uint8, torch.int8: tl.int8, torch.int16: tl.int16,
@@ -40,6 +42,8 @@ class Kernel:
     def __init__(self, straight: bool, constants: dict[str, Any], warps: int) -> None:
         self._function: Any = straight_kernel if straight else interpret_kernel
         self._constants, self._options = constants, launch_options(warps)
+        if constants.get("EARLY"):
+            self._options["launch_pdl"] = True  # "programmatic dependent launch"
         order = [name for name in self._function.arg_names if name in constants]
         self._values = tuple(constants[name] for name in order)
         self._compiled: Any = None
@@ -59,9 +63,9 @@ class Kernel:
     def compile(self, table: torch.Tensor, word: torch.Tensor) -> None:
         """Into the cache on disk, and no further. The tensors, of int64 and int32, stand in for all pointers."""
         if self._function is straight_kernel:
-            arguments: tuple[object, ...] = (table, table, *[0] * 9, word, word, 0)
+            arguments: tuple[object, ...] = (*[table] * 3, *[0] * 10, word, word, 0)
         else:
-            arguments = (*[table] * 4, *[0] * 4, word, word, *[0] * 4)
+            arguments = (*[table] * 5, *[0] * 5, word, word, *[0] * 4)
         self._function.warmup(*arguments, grid=(1,), **self._constants, **self._options)
 
 
@@ -73,7 +77,8 @@ def compile_ahead(group: Group, wanted: Iterable[tuple[Schedule, torch.dtype, st
     made: dict[tuple[str, ...], Kernel] = {}
     for schedule, dtype, operation in wanted:
         straight, warps = straighten(schedule), warps_of(schedule)
-        constants = kernel_variant(schedule, straight, dtype, operation, warps)
+        early = launches_early(group.device)
+        constants = kernel_variant(schedule, straight, dtype, operation, warps, early=early)
         made[str(straight is None), *map(str, constants.values())] = Kernel(straight is not None, constants, warps)
     mates = group.local_ranks
     table, word = (torch.zeros(1, dtype=dtype, device=group.device) for dtype in (torch.int64, torch.int32))
@@ -82,6 +87,10 @@ def compile_ahead(group: Group, wanted: Iterable[tuple[Schedule, torch.dtype, st
             if number % len(mates) == mates.index(group.rank):
                 kernel.compile(table, word)
     group.barrier()
+
+
+def launches_early(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= EARLIEST
 
 
 def warps_of(schedule: Schedule) -> int:
@@ -117,7 +126,13 @@ def launch_options(warps: int) -> dict[str, int]:
 
 
 def kernel_variant(
-    schedule: Schedule, straight: Straight | None, dtype: torch.dtype, operation: str, warps: int
+    schedule: Schedule,
+    straight: Straight | None,
+    dtype: torch.dtype,
+    operation: str,
+    warps: int,
+    in_flight: int = IN_FLIGHT,
+    early: bool = False,
 ) -> dict[str, Any]:
     """The constants of the kernel that runs `schedule`, whatever the size of a call and the rank."""
     one = schedule.instructions
@@ -141,7 +156,10 @@ def kernel_variant(
     }
     if straight is not None:
         phases = tuple(phase.constants for phase in straight.phases)
-        return {**shared, "STARTS": straight.starts, "ENDS": straight.ends, "PHASES": phases}
+        return {
+            **shared, "STARTS": straight.starts, "ENDS": straight.ends, "PHASES": phases, "IN_FLIGHT": in_flight,
+            "EARLY": early,
+        }  # fmt: skip
     return {
         **shared,
         "SOURCES": _unrolled(most_sources),

@@ -35,7 +35,17 @@ from .bind import (
 )
 from .cpu_interpreter import UINT8
 from .cpu_runtime import OPERATIONS, TYPES
-from .cuda_kernels import RAW, Kernel, idle_code, kernel_variant, straight_cut, sums, warps_of
+from .cuda_kernels import (
+    IN_FLIGHT,
+    RAW,
+    Kernel,
+    idle_code,
+    kernel_variant,
+    launches_early,
+    straight_cut,
+    sums,
+    warps_of,
+)
 from .straight import rows, straighten
 
 if TYPE_CHECKING:
@@ -63,11 +73,21 @@ class CudaExecutable:
     """One schedule on one group. Its semaphores and workspace are its own, so executables never disturb each other.
 
     Making one is collective, and so is the first call with each dtype and operation, on the host too. Calls of one
-    executable come one after the other in the order of streams, on all ranks in the same order. They are not bracketed:
-    `fabric.guarded_call` around them poisons the outputs of an aborted call and watches the stream.
+    executable come one after the other in the order of streams, on all ranks in the same order. A call is one kernel,
+    which looks at its own deadline and poisons the output of an aborted call itself: nothing has to watch the stream.
     """
 
-    def __init__(self, fabric: CudaFabric, schedule: Schedule, stride: int = STRIDE, warps: int | None = None) -> None:
+    poisons = True
+
+    def __init__(
+        self,
+        fabric: CudaFabric,
+        schedule: Schedule,
+        stride: int = STRIDE,
+        warps: int | None = None,
+        in_flight: int = IN_FLIGHT,
+        early: bool | None = None,
+    ) -> None:
         from ..fabric.cuda import CudaStream
 
         group = fabric.group
@@ -87,6 +107,8 @@ class CudaExecutable:
         self.stride = stride - stride % (16 * schedule.instances)
         self.ctas = len(schedule.workers_of(group.rank)) * schedule.instances
         self.warps = warps or warps_of(schedule)
+        self._in_flight = in_flight
+        self._early = launches_early(fabric.device) if early is None else early
         self._fabric, self._group, self._device, self._guard = fabric, group, fabric.device, fabric.guard
         uploads = fabric.stream("upload")
         assert isinstance(uploads, CudaStream)
@@ -108,7 +130,7 @@ class CudaExecutable:
             ]
         self._bases = bases
         self._semaphores = self._upload(np.array([*self._first_semaphores, self._first_semaphores[group.rank]]))
-        self._epochs = self._upload(np.zeros(2 * self.ctas, np.int64))
+        self._epochs = self._upload(np.zeros(2 * self.ctas + 1, np.int64))  # and how many CTAs of all calls are out
 
     def run(
         self,
@@ -139,8 +161,8 @@ class CudaExecutable:
             self._captured.append(call.tables)
         ends = (parcels[0], parcels[1], tiles) if self.straight is None else ()
         call.kernel.launch(
-            self.ctas, self._stream(), *call.before, first, second, *call.after, self._guard.abort, self._guard.error,
-            int(self._group.deadline * 1e9), *ends,
+            self.ctas, self._stream(), *call.before, first, second, _bytes(out), *call.after, self._guard.abort,
+            self._guard.error, int(self._group.deadline * 1e9), *ends,
         )  # fmt: skip
 
     def load(
@@ -199,18 +221,22 @@ class CudaExecutable:
         if self.straight is not None:
             made = rows(schedule, self.straight, rank, length, self.stride // size, size, bases, self._first_semaphores)
             tables: tuple[torch.Tensor, ...] = (self._upload(made),)
-            before: tuple[object, ...] = (tables[0].data_ptr(), self._epochs.data_ptr())
+            before: tuple[object, ...] = (tables[0].data_ptr(), *self._counts())
             after: tuple[object, ...] = straight_cut(schedule, self.straight, self.stride, self.warps, iterations, step)
         else:
             code = TYPES.get(dtype, UINT8)
             bound = bind(schedule, rank, spans, self.stride, size, code, OPERATIONS[operation], tile)
             tables = (self._upload(bound.code), self._upload(bases))
-            before = (*(one.data_ptr() for one in (*tables, self._semaphores, self._epochs)),)
+            before = (*(one.data_ptr() for one in (*tables, self._semaphores)), *self._counts())
             after = (bound.iterations, len(bound.code))
         inputs = contract.item_class[contract.first_item[rank] : contract.first_item[rank + 1]]
         outputs = contract.output_class[contract.first_output[rank] : contract.first_output[rank + 1]]
         least = (0, 0) if schedule.in_place else (int(length[inputs].sum()), int(length[outputs].sum()))
         return _Call(self._kernel(dtype, operation), tables, before, after, *least)
+
+    def _counts(self) -> tuple[int, int]:
+        """Addresses of the epochs, and of what counts CTAs that are out."""
+        return self._epochs.data_ptr(), self._epochs.data_ptr() + 16 * self.ctas
 
     def _with_buffers(
         self, source: torch.Tensor | SymmetricBuffer, out: torch.Tensor | SymmetricBuffer
@@ -232,7 +258,9 @@ class CudaExecutable:
         """
         found = self._kernels.get((dtype, operation))
         if found is None:
-            constants = kernel_variant(self.schedule, self.straight, dtype, operation, self.warps)
+            constants = kernel_variant(
+                self.schedule, self.straight, dtype, operation, self.warps, self._in_flight, self._early
+            )
             found = Kernel(self.straight is not None, constants, self.warps)
             arguments = self._idle()
             leads = self._group.rank == self._group.local_ranks[0]
@@ -247,13 +275,14 @@ class CudaExecutable:
 
     def _idle(self) -> tuple[object, ...]:
         """Arguments with which a kernel does nothing: to have it compiled and loaded."""
-        epochs = self._upload(np.zeros(2, np.int64))
+        epochs = self._upload(np.zeros(3, np.int64))
         watch = (self._guard.abort, self._guard.error, int(self._group.deadline * 1e9))
         if self.straight is not None:
-            return (self._upload(np.zeros(self.straight.width, np.int64)), epochs, 0, 0, 0, 0, 1, 0, 0, 1, 1, *watch)
+            row = self._upload(np.zeros(self.straight.width, np.int64))
+            return (row, epochs, epochs[2:], 0, 0, 0, 0, 0, 1, 0, 0, 1, 1, *watch)
         code = idle_code(self._group.size)
-        return (self._upload(code), self._upload(self._bases), self._semaphores, epochs, 0, 0, 1, len(code), *watch,
-                0, 0, 0)  # fmt: skip
+        tables = (self._upload(code), self._upload(self._bases), self._semaphores)
+        return (*tables, epochs, epochs[2:], 0, 0, 0, 1, len(code), *watch, 0, 0, 0)
 
     def _packets_carry(self, dtype: torch.dtype) -> bool:
         """Whether sums of this type fit packets; copies of any type do."""
@@ -315,3 +344,7 @@ class CudaExecutable:
         if held < elements:
             raise InvalidArgument(argument=name, was=f"of {held} elements", must=f"of at least {elements}")
         return address
+
+
+def _bytes(given: torch.Tensor | SymmetricBuffer) -> int:
+    return (given.local if isinstance(given, SymmetricBuffer) else given).nbytes

@@ -89,6 +89,8 @@ class LaneExecutable:
     number of workers and instances in the schedule are walked as one.
     """
 
+    poisons = False
+
     def __init__(
         self, fabric: Fabric, schedule: Schedule, lane: str = "dma", stride: int = STRIDE, ctas: int = CTAS
     ) -> None:

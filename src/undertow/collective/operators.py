@@ -291,7 +291,7 @@ def _run(
                 for one in (source, out):
                     one.record_stream(torch.cuda.current_stream(on.device))
             try:
-                with on.fabric.guarded_call((out,)):
+                with on.fabric.guarded_call((out,), itself=run.poisons):
                     run.run(source, out, spans, op)
             except BaseException:
                 if given is not out:  # nothing will be copied there

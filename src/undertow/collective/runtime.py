@@ -18,6 +18,7 @@ class Executable(Protocol):
     """One schedule on one group: semaphores or hand-offs, and a workspace, of its own."""
 
     schedule: Schedule
+    poisons: bool  # whether a call is one kernel, which poisons its output itself should it be aborted
 
     def run(
         self,

@@ -419,8 +419,13 @@ class Fabric(ABC):
         """As `computing`, beside a collective; where ranks share a GPU, by grids that keep to it."""
         return self.computing(multiprocessors)
 
-    def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> contextlib.AbstractContextManager[None]:
-        """Bracket a call: nobody may take half a result of an aborted one for a whole."""
+    def guarded_call(
+        self, outputs: tuple[torch.Tensor, ...], itself: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
+        """Bracket a call: nobody may take half a result of an aborted one for a whole.
+
+        `itself`: all that is enqueued is one kernel that waits no longer than its deadline and poisons by itself.
+        """
         return _Guard(outputs)
 
     def close(self) -> None:

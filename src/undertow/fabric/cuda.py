@@ -182,8 +182,12 @@ class CudaFabric(Fabric):
             return green.divided(self.device, multiprocessors)
 
     @contextlib.contextmanager
-    def guarded_call(self, outputs: tuple[torch.Tensor, ...]) -> Iterator[None]:
+    def guarded_call(self, outputs: tuple[torch.Tensor, ...], itself: bool = False) -> Iterator[None]:
         with torch.cuda.device(self.device):  # a thread that never chose a device starts on the first
+            if itself:
+                with super().guarded_call(outputs):
+                    yield
+                return
             self.guard.enter()
             try:
                 with super().guarded_call(outputs):

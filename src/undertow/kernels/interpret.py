@@ -28,6 +28,7 @@ import triton.language as tl
 from ..collective import bind, schedule
 from .packets import move_words
 from .pieces import decode, move_piece
+from .poison import leave
 from .signals import ARRIVED, LATE, report_error
 
 (
@@ -187,10 +188,10 @@ def _run(
         needed = tl.where((kind == _NEEDED) & (iteration == last), tiles + number * _WORD, 0)
     status = _wait(program, watch, row, past, iteration, ready, parcel_target, KERNELS, LANES)
     if status == ARRIVED:
-        while at < end:
+        while (at < end) & (status == ARRIVED):
             if PACKETS:
                 sources, source_count, _, stores, store_count, _, _, _ = piece
-                move_words(
+                status = move_words(
                     sources, stores, source_count, store_count, from_packets, to_packets, count, instances,
                     (past[0] + iteration + 1).to(tl.int32), watch, ELEMENT, OPERATION, SOURCES, STORES, LANES,
                 )  # fmt: skip
@@ -202,28 +203,31 @@ def _run(
                 piece, count, from_packets, to_packets = decode(
                     program, memory, tiling, at, True, iteration, parity, SIZE, SOURCES, STORES, PACKETS, LANES
                 )
-        _post(program, row, needed, KERNELS, LANES)
+        if status == ARRIVED:
+            _post(program, row, needed, KERNELS, LANES)
     return status
 
 
 _ARGUMENTS = [
-    *("code", "bases", "semaphores", "epochs", "source", "out", "iterations", "words"),
+    *("code", "bases", "semaphores", "epochs", "finished", "source", "out", "out_bytes", "iterations", "words"),
     *("abort", "error", "deadline_ns", "parcels", "parcel_target", "tiles"),
 ]
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS, do_not_specialize_on_alignment=_ARGUMENTS)
 def interpret_kernel(
-    code, bases, semaphores, epochs, source: tl.int64, out: tl.int64, iterations: tl.int32, words: tl.int32,
-    abort, error, deadline_ns: tl.int64, parcels: tl.int64, parcel_target: tl.int32, tiles: tl.int64,
+    code, bases, semaphores, epochs, finished, source: tl.int64, out: tl.int64, out_bytes: tl.int64,
+    iterations: tl.int32, words: tl.int32, abort, error, deadline_ns: tl.int64, parcels: tl.int64,
+    parcel_target: tl.int32, tiles: tl.int64,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
     MANY: tl.constexpr, KERNELS: tl.constexpr, PACKETS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One call of a program of `words` words.
 
     `source`, `out`: addresses that stand in for the first two bases. `semaphores`: addresses of every rank's first
-    semaphore, then of mine. `epochs`: (iterations, calls) before this one, for each CTA. `parcels`, `tiles`: addresses
-    of words that kernels post and wait for, 128 bytes apart; a parcel is ready at `parcel_target`.
+    semaphore, then of mine. `epochs`: (iterations, calls) before this one, for each CTA. `finished`, `out_bytes`: see
+    `poison.leave`. `parcels`, `tiles`: addresses of words that kernels post and wait for, 128 bytes apart; a parcel is
+    ready at `parcel_target`.
 
     ELEMENT is the type of the sums, an integer type where nothing is summed; SOURCES and STORES are how many operands
     are unrolled, MANY says that some moves have more. KERNELS: `ready` or `needed` occur. PACKETS: all scratch is
@@ -277,3 +281,4 @@ def interpret_kernel(
         report_error(error, status)
         if status == LATE:  # the watchdog will say so too, but what poisons the outputs stands next on the stream
             report_error(abort, 1)
+    leave(finished, status, out, out_bytes, deadline_ns, LANES)

@@ -29,12 +29,12 @@ def _settle(count: int) -> str:
 
     As in `interpret`, the abort word (across PCIe) and the timer (slow to read) are looked at once in 1024 polls.
     """
-    wanted, flag, *pointers, abort, error, deadline = (f"${one}" for one in range(count, 2 * count + 5))
+    wanted, flag, *pointers, abort, error, deadline = (f"${one}" for one in range(count + 1, 2 * count + 6))
     each = range(count)
     lines = [
         *(f".reg .pred wanted{one}; .reg .b32 data{one}, flag{one}; .reg .b64 packet{one};" for one in each),
-        ".reg .pred done, again, stop; .reg .b32 zero, polls, seen; .reg .b64 begin, now, passed;",
-        "mov.b32 zero, 0; mov.b32 polls, 0; mov.b64 begin, 0;",
+        ".reg .pred done, again, stop; .reg .b32 zero, polls, seen, status; .reg .b64 begin, now, passed;",
+        "mov.b32 zero, 0; mov.b32 polls, 0; mov.b64 begin, 0; mov.b32 status, 0;",
         *(
             f"and.b32 seen, {wanted}, {1 << one}; setp.ne.s32 wanted{one}, seen, 0;"
             f"mov.b64 packet{one}, {{zero, {flag}}};"
@@ -50,11 +50,14 @@ def _settle(count: int) -> str:
         ),
         "setp.eq.u32 done, seen, 0; @done bra END;",
         "add.u32 polls, polls, 1; and.b32 seen, polls, 1023; setp.ne.u32 again, seen, 0; @again bra POLL;",
-        f"ld.relaxed.sys.global.b32 seen, [{abort}]; setp.ne.s32 stop, seen, 0; @stop bra END;",
+        f"ld.relaxed.sys.global.b32 seen, [{abort}]; setp.ne.s32 stop, seen, 0;",
+        "@stop mov.b32 status, 1; @stop bra END;",
         "mov.u64 now, %globaltimer; setp.eq.u64 again, begin, 0; @again mov.u64 begin, now;",
         f"sub.u64 passed, now, begin; setp.lt.u64 again, passed, {deadline}; @again bra POLL;",
+        "mov.b32 status, 2;",
         f"st.relaxed.sys.global.b32 [{error}], 2; st.relaxed.sys.global.b32 [{abort}], 1;",
         "END:",
+        f"mov.b32 ${count}, status;",
         *(f"mov.b32 ${one}, data{one};" for one in each),
     ]
     return "{\n" + "\n".join(lines) + "\n}"
@@ -73,17 +76,17 @@ _SEND = tl.constexpr("""{
 @tl.core.builtin
 def settle(pointers, wanted, flag, watch, _semantic=None):
     """The data of one packet for each of `pointers` and lane, polled together until those carry `flag` whose bit in
-    `wanted` is set.
+    `wanted` is set; last of all the status of each lane: ARRIVED, ABORTED or LATE.
 
     Relaxed: a packet publishes nothing but itself. A lane that is aborted goes on with whatever is there: outputs of an
     aborted call are poisoned. One that is late reports to the error word and sets the abort word, so that all others
     give up, too.
     """
     count = len(pointers)
-    constraints = ",".join(["=r"] * count + ["r", "r"] + ["l"] * (count + 3))
+    constraints = ",".join(["=r"] * (count + 1) + ["r", "r"] + ["l"] * (count + 3))
     return tl.inline_asm_elementwise(
-        _settle(count), constraints, [wanted, flag, *pointers, *watch], dtype=[tl.int32] * count, is_pure=False, pack=1,
-        _semantic=_semantic,
+        _settle(count), constraints, [wanted, flag, *pointers, *watch], dtype=[tl.int32] * (count + 1), is_pure=False,
+        pack=1, _semantic=_semantic,
     )  # fmt: skip
 
 
@@ -165,7 +168,7 @@ def move_words(
     """stores <- sum of sources, word by word; each operand is the user's memory or packets that carry `flag`.
 
     `from_packets` and `to_packets` have a bit for each operand that is packets. Only elements of 32 bits or fewer can
-    be summed; others are copied.
+    be summed; others are copied. Returns the status: unless it is ARRIVED, what was stored is not right.
     """
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     ROW: tl.constexpr = LANES * (_IN_FLIGHT // SOURCES if SOURCES < _IN_FLIGHT else 1)
@@ -173,6 +176,7 @@ def move_words(
     tl.static_assert(SOURCES == 1 or SIZE <= 4, "packets carry sums of 32-bit elements at most")
     words = tl.maximum((count * SIZE + 3) // 4, 1).to(tl.int32)  # one at least: see above
     lanes = tl.arange(0, ROW)
+    status = tl.zeros([ROW], tl.int32)
     for first in range(0, words, ROW):
         inside = lanes < words - first
         left = tl.minimum(count - first * 4 // SIZE, ROW * 4).to(tl.int32)  # elements, as a row can hold
@@ -184,6 +188,7 @@ def move_words(
             data = data + (_load_words(sources[one] + begin, lanes, left, from_memory, SIZE),)
             pointers = pointers + ((sources[one] + begin * 2).to(tl.pointer_type(tl.int64)) + lanes,)
         arrived = settle(pointers, tl.where(inside, from_packets, 0), flag, watch)
+        status = tl.maximum(status, arrived[SOURCES])
         settled = ()
         for one in tl.static_range(SOURCES):
             settled = settled + (tl.where((from_packets >> one) & 1 != 0, arrived[one], data[one]),)
@@ -195,3 +200,4 @@ def move_words(
             to_memory = inside & (one < store_count) & ((to_packets >> one) & 1 == 0)
             _store_words(stores[one] + begin, lanes, result, left, to_memory, SIZE)
     tl.debug_barrier()  # no thread sends for the next iteration while another still reads this one
+    return tl.max(status, axis=0)

@@ -1,26 +1,62 @@
-"""Filling the output of an aborted call with what no right result looks like."""
+"""Filling the output of an aborted call with what no right result looks like.
+
+All ones are a NaN in every floating type and -1 in every integer. A call of several operations ends with a kernel that
+looks at the abort word (`poison_if_aborted`). A call that is one kernel needs none: its CTAs know whether they failed,
+and those that did poison the output themselves (`leave`).
+"""
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
 _BLOCK = 4096
+
+
+@triton.jit
+def _fill(output, byte_count, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    ones = tl.full([BLOCK], -1, tl.int8)
+    for start in range(0, byte_count, BLOCK):
+        tl.store(output + start + offsets, ones, mask=start + offsets < byte_count)
+
+
+@triton.jit
+def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr):
+    """Count this CTA out of its call; one that `failed` poisons all of `output` (an address) once all are out.
+
+    `finished` is an int64 in this rank's own memory to which every CTA of every call adds one, and nobody anything
+    else, so that multiples of the grid tell calls apart, also where a graph of a group that failed is replayed.
+    Counting releases, on this GPU, what the CTA has stored; whoever failed acquires it from all before it poisons, so
+    no store of the call comes after. It waits no longer than `deadline_ns`: a CTA that has not begun by then finds the
+    call aborted and poisons, too.
+    """
+    tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
+    if failed == 0:
+        tl.atomic_add(finished, 1, sem="release", scope="gpu")
+    else:
+        ctas = tl.num_programs(0)
+        target = (tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") // ctas + 1) * ctas
+        begin = globaltimer()
+        waits = True
+        while waits:
+            seen = tl.atomic_add(finished, 0, sem="acquire", scope="gpu")
+            waits = (seen < target) & (globaltimer() - begin < deadline_ns)
+        tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
+        _fill(output.to(tl.pointer_type(tl.int8)), byte_count, BLOCK)
 
 
 @triton.jit(do_not_specialize=["output", "count", "abort"])
 def poison_kernel(output, count: tl.int64, abort, BLOCK: tl.constexpr):
     """Set `count` bytes of `output` to 0xFF if the int32 at `abort`, in mapped host memory, is not zero.
 
-    All ones are a NaN in every floating type and -1 in every integer. The abort word is read relaxed, at system scope:
-    whoever aborts stores it before releasing the waits that this launch stands behind, so the launch order covers it.
+    The abort word is read relaxed, at system scope: whoever aborts stores it before releasing the waits that this
+    launch stands behind, so the launch order covers it.
 
     One warp: every warp's read of the word crosses PCIe by itself, about 1 us each, and holds up copies meanwhile.
     """
     if tl.load(abort, volatile=True) != 0:
-        offsets = tl.arange(0, BLOCK)
-        ones = tl.full([BLOCK], -1, tl.int8)
-        for start in range(0, count, BLOCK):
-            tl.store(output + start + offsets, ones, mask=start + offsets < count)
+        _fill(output, count, BLOCK)
 
 
 def poison_if_aborted(output: torch.Tensor, abort: torch.Tensor) -> None:

@@ -17,18 +17,19 @@ before its wait, all at once, while the posts of others are still on their way.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..collective import straight
 from .interpret import poll
 from .packets import move_words
 from .pieces import BLOCK, block_begin, block_offsets, own_part, reduced, settled
+from .poison import leave
 from .signals import ARRIVED, LATE, report_error
 
 _OWN_INPUT, _OWN_OUTPUT = tl.constexpr(straight.OWN_INPUT), tl.constexpr(straight.OWN_OUTPUT)
 _IN_SCRATCH, _IN_PACKETS = tl.constexpr(straight.IN_SCRATCH), tl.constexpr(straight.IN_PACKETS)
 _ADDRESS = tl.constexpr(straight.OWN_INPUT - 1)
 _VECTOR = tl.constexpr(16)  # bytes of the widest access
-_IN_FLIGHT = tl.constexpr(16)  # wide loads that each thread has under way, of all sources together
 _NARROW = tl.constexpr(4)  # the same where they cannot be wide
 
 
@@ -72,24 +73,31 @@ def _operand(word, source, out, user, scratch):
 
 
 @triton.jit
-def _load_piece(
-    at, cut, buffers, iteration, parity, SOURCES: tl.constexpr, STORES: tl.constexpr, SIZE: tl.constexpr,
+def _words(at, COUNT: tl.constexpr):
+    words = ()
+    for index in tl.static_range(COUNT):
+        words = words + (tl.load(at + index),)
+    return words
+
+
+@triton.jit
+def _piece(
+    words, cut, buffers, iteration, parity, SOURCES: tl.constexpr, STORES: tl.constexpr, SIZE: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """Elements of this instance's part of the piece at `at`, in one iteration (-1: there is no such piece), addresses
-    of its sources and stores, and a bit for each of those that is packets."""
+    """Elements of this instance's part of the piece of these words, in one iteration (-1: there is no such piece),
+    addresses of its sources and stores, and a bit for each of those that is packets."""
     tile, scratch_bytes, slice_bytes, instances, instance = cut
     source, out = buffers
-    elements = tl.load(at)
+    elements = words[0]
     start = iteration * tile
     first, count = own_part(elements - start, tile, instances, instance, SIZE, LANES)
     user, scratch = (start + first) * SIZE, parity * scratch_bytes + instance * slice_bytes
     operands = ()
     bits = 0
     for index in tl.static_range(SOURCES + STORES):
-        word = tl.load(at + 1 + index)
-        operands = operands + (settled(_operand(word, source, out, user, scratch)),)
-        bits |= tl.where(word & _IN_PACKETS != 0, 1 << index, 0)
+        operands = operands + (settled(_operand(words[1 + index], source, out, user, scratch)),)
+        bits |= tl.where(words[1 + index] & _IN_PACKETS != 0, 1 << index, 0)
     return tl.where(elements < 0, -1, count), operands, bits
 
 
@@ -130,13 +138,14 @@ def _block(
 def _move_vectors(
     counts, operands, instances,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, PIECES: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr,
-    LANES: tl.constexpr,
+    IN_FLIGHT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """All whole vectors of all pieces of a phase together."""
+    """All whole vectors of all pieces of a phase together, IN_FLIGHT wide loads of each thread under way if pieces and
+    sources are no more."""
     WIDTH: tl.constexpr = _VECTOR // (ELEMENT.primitive_bitwidth // 8)
     LOADS: tl.constexpr = PIECES * SOURCES
     GROUP: tl.constexpr = 1 if LOADS == 1 else 2 if LOADS == 2 else 4 if LOADS <= 4 else 8 if LOADS <= 8 else 16
-    ROWS: tl.constexpr = LANES * (_IN_FLIGHT // GROUP)
+    ROWS: tl.constexpr = LANES * (IN_FLIGHT // GROUP if IN_FLIGHT > GROUP else 1)
     most = counts[0]
     for piece in tl.static_range(1, PIECES):
         most = tl.maximum(most, counts[piece])
@@ -169,11 +178,12 @@ def _move_elements(
 
 @triton.jit
 def _phase(
-    row, cut, buffers, watch, past, iteration, parity, AT: tl.constexpr, WAITS: tl.constexpr, POSTS: tl.constexpr,
+    row, held, cut, buffers, watch, past, iteration, parity, AT: tl.constexpr, WAITS: tl.constexpr, POSTS: tl.constexpr,
     PIECES: tl.constexpr, SOURCES: tl.constexpr, STORES: tl.constexpr, ELEMENT: tl.constexpr, OPERATION: tl.constexpr,
-    PACKETS: tl.constexpr, LANES: tl.constexpr,
+    PACKETS: tl.constexpr, IN_FLIGHT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One phase of one iteration: load, wait, move, post. Returns the status of the wait."""
+    """One phase of one iteration: load, wait, move, post. `held`: the words of its piece, if they were loaded before.
+    Returns the status of the wait."""
     SIZE: tl.constexpr = ELEMENT.primitive_bitwidth // 8
     RAW: tl.constexpr = tl.int8 if SIZE == 1 else tl.int16 if SIZE == 2 else tl.int32 if SIZE == 4 else tl.int64
     TYPE: tl.constexpr = RAW if SOURCES == 1 else ELEMENT  # a copy moves bits, whatever they mean
@@ -189,9 +199,8 @@ def _phase(
     even, rest = 0, 0
     if not PACKETS:
         for piece in tl.static_range(PIECES):
-            count, addresses, _ = _load_piece(
-                pieces + piece * EACH, cut, buffers, iteration, parity, SOURCES, STORES, SIZE, LANES
-            )
+            words = _words(pieces + piece * EACH, EACH)
+            count, addresses, _ = _piece(words, cut, buffers, iteration, parity, SOURCES, STORES, SIZE, LANES)
             counts, operands = counts + (count,), operands + addresses
             for index in tl.static_range(SOURCES + STORES):
                 even |= addresses[index]
@@ -203,27 +212,28 @@ def _phase(
         if PACKETS:
             flag = (past[0] + iteration + 1).to(tl.int32)
             for turn in range(PIECES):
-                count, addresses, packets = _load_piece(
-                    pieces + turn * EACH, cut, buffers, iteration, parity, SOURCES, STORES, SIZE, LANES
-                )
-                if count >= 0:
+                words = held
+                if len(held) == 0:
+                    words = _words(pieces + turn * EACH, EACH)
+                count, addresses, packets = _piece(words, cut, buffers, iteration, parity, SOURCES, STORES, SIZE, LANES)
+                if (count >= 0) & (status == ARRIVED):
                     sources, stores = _parted(addresses, SOURCES, STORES)
-                    move_words(
+                    status = move_words(
                         sources, stores, SOURCES, STORES, packets, packets >> SOURCES, count, instances, flag, watch,
                         TYPE, OPERATION, SOURCES, STORES, LANES,
                     )  # fmt: skip
         else:
             if even % _VECTOR == 0:
-                _move_vectors(counts, operands, instances, TYPE, OPERATION, PIECES, SOURCES, STORES, LANES)
+                _move_vectors(counts, operands, instances, TYPE, OPERATION, PIECES, SOURCES, STORES, IN_FLIGHT, LANES)
             if (even % _VECTOR != 0) | (rest % WIDTH != 0):
                 for turn in range(PIECES):  # rare and short: decoded anew instead of unrolled
-                    left, places, _ = _load_piece(
-                        pieces + turn * EACH, cut, buffers, iteration, parity, SOURCES, STORES, SIZE, LANES
-                    )
+                    words = _words(pieces + turn * EACH, EACH)
+                    left, places, _ = _piece(words, cut, buffers, iteration, parity, SOURCES, STORES, SIZE, LANES)
                     done = tl.where(even % _VECTOR == 0, left // WIDTH * WIDTH, 0)
                     _move_elements(done, left, places, instances, TYPE, OPERATION, SOURCES, STORES, LANES)
         if POSTS > 0:
-            _post(posts)
+            if status == ARRIVED:  # packets may not have come
+                _post(posts)
         else:
             tl.debug_barrier()  # the next phase may read, in other threads, what this one has stored
     return status
@@ -242,36 +252,52 @@ def _parted(operands, SOURCES: tl.constexpr, STORES: tl.constexpr):
 
 
 _ARGUMENTS = [
-    *("rows", "epochs", "source", "out", "iterations", "width", "tile", "scratch_bytes", "slice_bytes", "depth"),
-    *("instances", "abort", "error", "deadline_ns"),
+    *("rows", "epochs", "finished", "source", "out", "out_bytes", "iterations", "width", "tile", "scratch_bytes"),
+    *("slice_bytes", "depth", "instances", "abort", "error", "deadline_ns"),
 ]
 
 
 @triton.jit(do_not_specialize=_ARGUMENTS, do_not_specialize_on_alignment=_ARGUMENTS)
 def straight_kernel(
-    rows, epochs, source: tl.int64, out: tl.int64, iterations: tl.int32, width: tl.int32, tile: tl.int64,
-    scratch_bytes: tl.int64, slice_bytes: tl.int64, depth: tl.int32, instances: tl.int32, abort, error,
+    rows, epochs, finished, source: tl.int64, out: tl.int64, out_bytes: tl.int64, iterations: tl.int32, width: tl.int32,
+    tile: tl.int64, scratch_bytes: tl.int64, slice_bytes: tl.int64, depth: tl.int32, instances: tl.int32, abort, error,
     deadline_ns: tl.int64,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, PHASES: tl.constexpr,
-    PACKETS: tl.constexpr, LANES: tl.constexpr,
+    PACKETS: tl.constexpr, IN_FLIGHT: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One call. `rows`: `width` words for each CTA. `epochs`: (iterations, calls) before this one, for each CTA.
 
-    `source`, `out`: addresses of the caller's own tensors. `tile`: elements of a chunk that an iteration moves.
-    `scratch_bytes`: of one of the `depth` copies of scratch; `slice_bytes`: from one instance's first block to the
-    next one's. ELEMENT is the type of the sums, an integer type where nothing is summed. STARTS posts and ENDS waits
-    bracket a call. PHASES: for each its first word in a row, then waits, posts, pieces, sources and stores of a piece.
+    `source`, `out`: addresses of the caller's own tensors; `finished`, `out_bytes`: see `poison.leave`. `tile`:
+    elements of a chunk that an iteration moves. `scratch_bytes`: of one of the `depth` copies of scratch;
+    `slice_bytes`: from one instance's first block to the next one's. ELEMENT is the type of the sums, an integer type
+    where nothing is summed. STARTS posts and ENDS waits bracket a call. PHASES: for each its first word in a row, then
+    waits, posts, pieces, sources and stores of a piece.
+
+    EARLY (sm_90 and later, launched to match): the next call on the stream is launched once no CTA of this one waits
+    for anybody, and reads its row, which never changes, until this one has ended. Not before: a call that still waits
+    for others must not take their room on the GPU with one that waits for it.
     """
     number = tl.program_id(0)
     lanes = tl.arange(0, LANES)
     row = rows + number * width
+    ends = _entries(row, STARTS, ENDS, LANES)
+    starts = tl.load(row + lanes, mask=lanes < STARTS, other=0)
+    held = ()
+    for phase in tl.static_range(len(PHASES)):
+        # Few and needed at once, if packets are all that is waited for; elsewhere a wait covers the loads.
+        words = ()
+        if PACKETS and PHASES[phase][3] == 1:
+            first = row + (PHASES[phase][0] + 4 * PHASES[phase][1] + PHASES[phase][2])
+            words = _words(first, 1 + PHASES[phase][4] + PHASES[phase][5])
+        held = held + (words,)
+    if EARLY:
+        gdc_wait()
     # Ordered by the launch: the CTA of this number stored them in the call before.
     past = (tl.load(epochs + 2 * number), tl.load(epochs + 2 * number + 1))
     watch = (abort, error, deadline_ns)
     cut = (tile, scratch_bytes, slice_bytes, instances, number % instances)
-    ends = _entries(row, STARTS, ENDS, LANES)
     if STARTS > 0:
-        _post(tl.load(row + lanes, mask=lanes < STARTS, other=0))
+        _post(starts)
     status = 0
     iteration = 0
     while (iteration < iterations) & (status == ARRIVED):
@@ -280,14 +306,16 @@ def straight_kernel(
         for phase in tl.static_range(len(PHASES)):
             if status == ARRIVED:
                 status = _phase(
-                    row, cut, (source, out), watch, past, iteration, parity, PHASES[phase][0], PHASES[phase][1],
-                    PHASES[phase][2], PHASES[phase][3], PHASES[phase][4], PHASES[phase][5],
-                    ELEMENT, OPERATION, PACKETS, LANES,
+                    row, held[phase], cut, (source, out), watch, past, iteration, parity, PHASES[phase][0],
+                    PHASES[phase][1], PHASES[phase][2], PHASES[phase][3], PHASES[phase][4], PHASES[phase][5],
+                    ELEMENT, OPERATION, PACKETS, IN_FLIGHT, LANES,
                 )  # fmt: skip
         iteration += 1
     if ENDS > 0:
         if status == ARRIVED:
             status = _wait(ends, past, iterations - 1, watch)
+    if EARLY:
+        gdc_launch_dependents()
     tl.debug_barrier()  # every thread has read the epoch
     if status == ARRIVED:
         # Ordered by the launch: the next call on the stream reads them.
@@ -297,3 +325,4 @@ def straight_kernel(
         report_error(error, status)
         if status == LATE:  # the watchdog will say so too, but what poisons the outputs stands next on the stream
             report_error(abort, 1)
+    leave(finished, status, out, out_bytes, deadline_ns, LANES)
