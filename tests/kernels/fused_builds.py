@@ -32,10 +32,8 @@ def scatter(
     ranks: int = 2, broadcast: bool = True, tile: tuple[int, int] = (128, 256), target: str = "sm_90"
 ) -> CompiledKernel:
     factors, aligned = operands(target, tile, True, False, ("a",), "b")
-    slot = f"tensordesc<bf16[1, {tile[0]}, {tile[1] // 2}]>" if target == "sm_90" else "*i32"
     types = {
-        **factors, **{f"c{one}": slot for one in range(8)},
-        **dict.fromkeys(("partials", "out", "reduced", "bias"), "*bf16"),
+        **factors, **dict.fromkeys(("partials", "out", "reduced", "bias"), "*bf16"),
         **dict.fromkeys(("table", "bases", "reduced_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
         **dict.fromkeys(("tiles", "own", "active", "inner", "n", "lines", "rank"), "i32"),
         **dict.fromkeys(("plane", "half", "a_row", "b_row"), "i64"), **WATCH,
@@ -73,20 +71,19 @@ def gather(
 
 
 def exchange(
-    ranks: int = 4, bulk: bool = True, target: str = "sm_90", tile: tuple[int, int] = (128, 256), grouped: bool = True,
+    ranks: int = 4, target: str = "sm_90", tile: tuple[int, int] = (128, 256), grouped: bool = True,
     transposed: bool = True, even: bool = True, bias: bool = False,
 ) -> CompiledKernel:  # fmt: skip
     factors, aligned = operands(target, tile, transposed, grouped, ("a",), "b")
-    slot = f"tensordesc<bf16[1, {tile[0]}, {tile[1] // 4}]>" if bulk else "*i32"
     types = {
-        **factors, **{f"c{one}": slot for one in range(8)}, **dict.fromkeys(("arrived", "out", "bias"), "*bf16"),
+        **factors, **dict.fromkeys(("arrived", "out", "bias"), "*bf16"),
         **dict.fromkeys(("table", "arriving", "bases", "word_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
         **dict.fromkeys(("tiles", "coming", "active", "inner", "n", "lines", "rank"), "i32"),
         **dict.fromkeys(("a_row", "b_row", "b_expert", "half"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": transposed,
-        "GROUPED": grouped, "RANKS": ranks, "BULK": bulk, "EVEN": even, "BIAS": bias, "ACTIVATION": 0,
+        "GROUPED": grouped, "RANKS": ranks, "EVEN": even, "BIAS": bias, "ACTIVATION": 0,
     }  # fmt: skip
     aligned |= {"arrived": 16} | ({"out": 16, "n": 16} if even else {})
     return compile_kernel(fused_exchange_kernel, types, constants, target, 8, aligned, num_stages=STAGES)

@@ -1,7 +1,6 @@
 """A matmul whose rows go to the ranks they are for: out = rows of all ranks' a @ b for this one, in one launch.
 
-As `fused_scatter`, whose main loop and bulk stores these are, without a sum: a finished tile leaves for its final rows
-in the memory of the rank it is for, and a word there says so. Tiles for the following ranks come first, own ones last
+As `fused_scatter`, whose main loop this is, without a sum: a finished tile leaves for its final rows in the memory of the rank it is for, and a word there says so. Tiles for the following ranks come first, own ones last
 and straight to `out`; then the CTAs copy what others sent, tile after tile, as it arrives.
 
     announce the call; wait until all have announced the one before
@@ -16,11 +15,11 @@ Both tables are the plan's. `table`: row, rows, column, columns of the product; 
 matrix of the receiver, and stride, how far its rows lie apart there; LINE * expert + the receiver; the number of its
 word there. `arriving`: row, rows, column, columns of `out`, and the number of its word.
 
-A tile never holds rows of two experts or for two ranks. One that is full leaves by TMA, the others by ordinary stores,
-which end where their rows do: what lies behind them belongs to another tile, perhaps of another rank.
+A tile never holds rows of two experts or for two ranks, and its stores end where its rows do: what lies behind them
+belongs to another tile, perhaps of another rank.
 
-Turns and memory ordering: `turns.py`. A tile's word covers both kinds of stores; the receiver acquires it at system
-scope before it loads the tile with ordinary loads.
+Turns and memory ordering: `turns.py`. The receiver acquires a tile's word at system scope before it loads the tile with
+ordinary loads.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -29,7 +28,7 @@ import triton
 import triton.language as tl
 
 from .combine import activated
-from .fused_scatter import collect, send
+from .fused_scatter import collect
 from .gemm import ENTRY, multiply, plain_multiply, store_tile
 from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, take_turn, tell
@@ -51,21 +50,17 @@ _FREE = [
 
 @triton.jit(do_not_specialize=_FREE)
 def fused_exchange_kernel(
-    a, b, c0, c1, c2, c3, c4, c5, c6, c7, arrived, out, bias, table, arriving, bases, word_bases, words, epochs,
+    a, b, arrived, out, bias, table, arriving, bases, word_bases, words, epochs,
     a_row: tl.int64, b_row: tl.int64, b_expert: tl.int64, tiles: tl.int32, coming: tl.int32, active: tl.int32,
     inner: tl.int32, n: tl.int32, half: tl.int64, lines: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
-    GROUPED: tl.constexpr, RANKS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    GROUPED: tl.constexpr, RANKS: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """`a` [M, K] and `b` ([K, N] or, TRANSPOSED, [N, K]; GROUPED: one for each expert, [E, ...]) are tensor
-    descriptors, or (GPUs without TMA) pointers, whose rows lie `a_row` and `b_row` apart, experts `b_expert`. Where
-    BULK, c0, c1, ... are descriptors too: what each rank receives, [2, rows, N], for calls of even and for those of odd
-    numbers, and of this rank itself `out` as [1, rows, N].
+    descriptors, or (GPUs without TMA) pointers, whose rows lie `a_row` and `b_row` apart, experts `b_expert`.
 
     `arrived`: this rank's own memory, whose second turn begins at `half`; `bases`: addresses of all ranks'.
-    `words`: a line of announcements, `lines` lines for each turn, and words of the CTAs' own that nobody waits for;
-    `word_bases`: addresses of all ranks'. `bias` [N], or one for each expert. EVEN: N is a multiple of 8, and all
+    `words`: a line of announcements, and `lines` lines for each turn; `word_bases`: addresses of all ranks'. `bias` [N], or one for each expert. EVEN: N is a multiple of 8, and all
     memory aligned. The first `active` CTAs work; every CTA of the grid, which never changes, counts calls in its word
     of `epochs`.
     """
@@ -77,8 +72,7 @@ def fused_exchange_kernel(
         n, half = n // 8 * 8, half // 8 * 8  # they are so already: it tells the compiler
     turn_word = (1 + turn * lines) * LINE
     stored = program - programs
-    finished = words + (1 + 2 * lines) * LINE + program  # at first a word that nobody waits for
-    nobodys = finished
+    told, first, place = 0, rank, 0  # of the tile before: how many words, whose, and where
     if program < programs:
         take_turn(word_bases, words, epoch, program, rank, abort, error, deadline_ns, RANKS)
     here = tl.where(program < programs, tiles, 0)
@@ -94,7 +88,7 @@ def fused_exchange_kernel(
                                    expert, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GROUPED)  # fmt: skip
         stored += programs
         entry = table + stored * ENTRY
-        tell(finished, epoch, True)  # the tile before, whose stores have long arrived
+        tell(word_bases, first, told, place, epoch, 0)  # the tile before, whose stores have long arrived
         column = tl.load(entry + 2).to(tl.int32)
         whom = tl.load(entry + 6).to(tl.int32)
         owner, expert = whom % LINE, whom // LINE
@@ -103,18 +97,10 @@ def fused_exchange_kernel(
         target = tl.where(owner == rank, out.to(tl.int64), there).to(tl.pointer_type(out.dtype.element_ty))
         if EVEN:
             target = tl.multiple_of(target, 16)
-        if BULK:
-            if tl.load(entry + 1).to(tl.int32) == BLOCK_M:
-                first = (tl.load(entry + 4) // n).to(tl.int32)
-                send(c0, c1, c2, c3, c4, c5, c6, c7, total, owner, tl.where(owner == rank, 0, turn), first, column,
-                     RANKS)  # fmt: skip
-            else:
-                store_tile(target, target, bias, total, entry, 4, False, EVEN, False, 0)
-        else:
-            store_tile(target, target, bias, total, entry, 4, False, EVEN, False, 0)
-        theirs = tl.load(word_bases + owner).to(tl.pointer_type(tl.int32)) + turn_word + tl.load(entry + 7).to(tl.int32)
-        finished = tl.where(owner == rank, nobodys.to(tl.int64), theirs.to(tl.int64)).to(tl.pointer_type(tl.int32))
-    tell(finished, epoch, True)
+        store_tile(target, target, bias, total, entry, 4, False, EVEN, False, 0)
+        first, told = owner, tl.where(owner == rank, 0, 1)
+        place = turn_word + tl.load(entry + 7).to(tl.int32)
+    tell(word_bases, first, told, place, epoch, 0)
     for position in range(program, tl.where(program < programs, coming, 0), programs):
         entry = arriving + position * ENTRY
         signal_wait_all(words + turn_word + tl.load(entry + 4).to(tl.int32), epoch, 1, -1, abort, error, deadline_ns)

@@ -86,21 +86,12 @@ def _scatter(
     rank, size, n = fabric.group.rank, fabric.group.size, problem.n
     broadcast = problem.operator == "matmul_all_reduce"
     shards = fused.owned(problem, plan)
-    padded = fused.padded_rows(shards, plan)
-    plane = padded * n
+    plane = fused.padded_rows(shards, plan) * n
     lines = sum(-(-rows // block_m) for rows in shards) * -(-n // block_n)
     stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
     key = ("fused scatter", shards, n, plan.digest, rank, broadcast)
     table = device_table(fabric, key, lambda: fused.scatter_table(shards, n, plan, rank, broadcast))
     own = -(-shards[rank] // block_m) * -(-n // block_n)
-    slots = [stage.taken] * fused.MOST_RANKS
-    if fabric.bulk_copies:
-        slots = stage.describe(("slots", plane, n, block_m, block_n), lambda: [
-            descriptor(stage.data.peer(one)[rank * plane :].as_strided((2, padded, n), (stage.half, n, 1)),
-                       [1, block_m, block_n // 2])
-            for one in range(size)
-        ])  # fmt: skip
-        slots = [*slots, *slots[:1] * (fused.MOST_RANKS - size)]
     sums = stage.describe(("sums", plane), lambda: (
         stage.data.local[size * plane :], stage.bases + size * plane * x.element_size()
     ))  # fmt: skip
@@ -110,9 +101,9 @@ def _scatter(
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel
         kernel[(fabric.multiprocessors,)](
-            *both.operands((block_m, block_n)), *slots, stage.data.local, y, sums[0], bias, table, stage.word_bases,
-            sums[1], stage.words.local, epochs, *both.strides[:2], len(table), own, working, both.inner, n, plane,
-            stage.half, stage.lines // 2, rank, *watch(fabric),
+            *both.operands((block_m, block_n)), stage.data.local, y, sums[0], bias, table, stage.word_bases, sums[1],
+            stage.words.local, epochs, *both.strides[:2], len(table), own, working, both.inner, n, plane, stage.half,
+            stage.lines // 2, rank, *watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, **ends, **both.constants,
         )  # fmt: skip
 

@@ -19,15 +19,13 @@ from ..plan.tokens import Tokens, arriving_tiles, collected_table, leaving_table
 from .cuda_product import device_table
 from .finish import Finish
 from .fused_cuda import gather_launch
-from .fused_launch import ALIGNED, active, descriptor, factors, finishing, watch
+from .fused_launch import ALIGNED, active, factors, finishing, watch
 from .fused_stage import Stage, load, stage_of
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
     from ..plan.plan import Plan
     from .beside import Arriving
-
-_QUARTERS = 4  # parts in which a tile leaves: the staging memory of more would not fit beside that of tails
 
 
 def exchange(
@@ -51,30 +49,18 @@ def exchange(
     both = factors(x, w, fabric.bulk_copies)
     bias, ends = finishing(finish, y)
     even = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
-    bulk = even and fabric.bulk_copies
-    slots = [stage.taken] * fused.MOST_RANKS
-    if bulk:
-        part = [1, block_m, block_n // _QUARTERS]
-        slots = list(stage.describe(("rows", n, block_m, block_n), lambda: [
-            descriptor(stage.data.peer(one).as_strided((2, stage.half // n, n), (stage.half, n, 1)), part)
-            for one in range(size)
-        ]))  # fmt: skip
-        slots += slots[:1] * (fused.MOST_RANKS - size)
-        if y.numel():
-            slots[rank] = descriptor(y.view(1, *y.shape), part)
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_exchange_kernel
         kernel[(fabric.multiprocessors,)](
-            *both.operands((block_m, block_n)), *slots, stage.data.local, y, bias, table, coming, stage.bases,
-            stage.word_bases, stage.words.local, epochs, *both.strides, len(table), len(coming), working, both.inner, n,
-            stage.half, (stage.lines - 2) // 2, rank, *watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=both.grouped, RANKS=size, BULK=bulk, EVEN=even, **ends,
-            **both.constants,
+            *both.operands((block_m, block_n)), stage.data.local, y, bias, table, coming, stage.bases, stage.word_bases,
+            stage.words.local, epochs, *both.strides, len(table), len(coming), working, both.inner, n, stage.half,
+            (stage.lines - 2) // 2, rank, *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=both.grouped, RANKS=size, EVEN=even, **ends, **both.constants,
         )  # fmt: skip
 
     # How weights lie, bias and activation are each rank's own.
-    variant = (both.transposed, bulk, even, n == 1, n % 16, y.data_ptr() % 16, *ends.values())
+    variant = (both.transposed, even, n == 1, n % 16, y.data_ptr() % 16, *ends.values())
     load(fabric, stage, ("exchange", plan.tile, x.dtype, both.grouped), variant, launch)
     stage.follow(fabric.device)
 
