@@ -1,7 +1,8 @@
 """A matmul whose rows go to the ranks they are for: out = rows of all ranks' a @ b for this one, in one launch.
 
-As `fused_scatter`, whose main loop this is, without a sum: a finished tile leaves for its final rows in the memory of the rank it is for, and a word there says so. Tiles for the following ranks come first, own ones last
-and straight to `out`; then the CTAs copy what others sent, tile after tile, as it arrives.
+As `fused_scatter`, whose main loop this is, without a sum: a finished tile leaves for its final rows in the memory of
+the rank it is for, and a word there says so. Tiles for the following ranks come first, own ones last and straight to
+`out`; then the CTAs copy what others sent, tile after tile, as it arrives.
 
     announce the call; wait until all have announced the one before
     for tile in table:                        rows for ranks r + 1, r + 2, ..., r
@@ -60,9 +61,9 @@ def fused_exchange_kernel(
     descriptors, or (GPUs without TMA) pointers, whose rows lie `a_row` and `b_row` apart, experts `b_expert`.
 
     `arrived`: this rank's own memory, whose second turn begins at `half`; `bases`: addresses of all ranks'.
-    `words`: a line of announcements, and `lines` lines for each turn; `word_bases`: addresses of all ranks'. `bias` [N], or one for each expert. EVEN: N is a multiple of 8, and all
-    memory aligned. The first `active` CTAs work; every CTA of the grid, which never changes, counts calls in its word
-    of `epochs`.
+    `words`: a line of announcements, and `lines` lines for each turn; `word_bases`: addresses of all ranks'. `bias`
+    [N], or one for each expert. EVEN: N is a multiple of 8, and all memory aligned. The first `active` CTAs work; every
+    CTA of the grid, which never changes, counts calls in its word of `epochs`.
     """
     program, programs = tl.program_id(0), active
     epoch = tl.load(epochs + program, volatile=True) + 1

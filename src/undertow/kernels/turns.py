@@ -22,8 +22,8 @@ LINE = tl.constexpr(32)  # 32-bit words of a tile's or a band's line
 
 # The word at the same offset in the memory of $2 ranks from rank $1's on, after what the whole CTA stored: a thread
 # each. One piece of text, as in `gemm`: an atomic or a barrier of Triton's own would keep loads from running ahead
-# across tiles. The barrier is the unaligned kind, as the compiler does not know that it is there. Nobody is told of what
-# did not all arrive ($6): who waits for it stops at its own deadline.
+# across tiles. The barrier is the unaligned kind, as the compiler does not know that it is there. Nobody is told of
+# what did not all arrive ($6): who waits for it stops at its own deadline.
 _TELL = tl.constexpr("""{
     .reg .pred other;
     .reg .b32 thread;
