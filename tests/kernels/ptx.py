@@ -59,6 +59,11 @@ class CompiledKernel:
         """Bytes of spill stores and spill loads for each thread."""
         return sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", self._ptxas_log))
 
+    @property
+    def serialised(self) -> bool:
+        """Whether each wgmma waits for the one before, as ptxas has it do where it cannot tell accumulators apart."""
+        return "serialized" in self._ptxas_log
+
 
 _compiled: dict[Any, CompiledKernel] = {}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fused_builds import STAGES, decode, exchange, gather, scatter
-from ptx import CompiledKernel, check_acquire_order, check_after_bulk_stores, check_release_order
+from ptx import CompiledKernel, check_acquire_order, check_release_order
 
 from undertow.plan import fused
 
@@ -21,23 +21,18 @@ PLAIN: dict[str, Callable[[], CompiledKernel]] = {
     "scatter of 8": lambda: scatter(8, True, (64, 128), "sm_80"),
     "gather": lambda: gather(False, "sm_80", (128, 128)),
     "arrive": lambda: gather(False, "sm_80", (128, 128), tokens=True, even=False, bias=True),
-    "exchange": lambda: exchange(8, False, "sm_80", (128, 128), bias=True),
-    "exchange of odd columns": lambda: exchange(8, False, "sm_80", (64, 128), even=False),
+    "exchange": lambda: exchange(8, "sm_80", (128, 128), bias=True),
+    "exchange of odd columns": lambda: exchange(8, "sm_80", (64, 128), even=False),
     "decode": lambda: decode(64, 4, 8, "sm_80"),
 }
 BULK: dict[str, Callable[[], CompiledKernel]] = {
     "exchange": exchange,
     "exchange of 8, one weight, bias": lambda: exchange(8, grouped=False, transposed=False, bias=True),
     "exchange of few rows": lambda: exchange(2, tile=(64, 256)),
-    "exchange of odd columns": lambda: exchange(4, False, tile=(64, 256), even=False, bias=True),
+    "exchange of odd columns": lambda: exchange(4, tile=(64, 256), even=False, bias=True),
     "arrive": lambda: gather(False, tokens=True, bias=True),
     "arrive, transposed": lambda: gather(True, tokens=True, transposed=True),
 }
-
-
-def covering(ptx: str) -> list[str]:
-    """Releases that do not cover ordinary stores. Who completes bulk stores is looked at apart."""
-    return [one for one in check_release_order(ptx) if "cp.async.bulk" not in one]
 
 
 def unordered_loads(ptx: str) -> list[str]:
@@ -61,6 +56,7 @@ def test_with_tma_loads_run_ahead_and_nothing_spills(name: str) -> None:
     assert kernel.spills == 0
     assert STAGES * (64 + 256) * 64 * 2 <= kernel.shared <= SHARED[90]
     assert "wgmma.mma_async" in kernel.ptx
+    assert not kernel.serialised
 
 
 @pytest.mark.parametrize("made", [exchange, scatter])
@@ -81,7 +77,7 @@ def test_whatever_is_launched_fits(tile: tuple[int, int], transposed: bool, bias
     """All that GPU checks and benchmarks launch; odd columns leave in small tiles (`plan/defaults.py`)."""
     made = [exchange(ranks, tile=tile, transposed=transposed, bias=bias) for ranks in (2, 4, 8)]
     if tile == fused.GPU_TILES[1]:
-        made += [exchange(ranks, False, tile=tile, transposed=transposed, even=False, bias=bias) for ranks in (2, 4, 8)]
+        made += [exchange(ranks, tile=tile, transposed=transposed, even=False, bias=bias) for ranks in (2, 4, 8)]
     for bulk, even in ((True, True), (False, True), (False, False)):
         made += [gather(bulk, "sm_90", tile, tokens, transposed, even, bias) for tokens in (True, False)]
     assert [one.spills for one in made] == [0] * len(made)
@@ -89,15 +85,10 @@ def test_whatever_is_launched_fits(tile: tuple[int, int], transposed: bool, bias
 
 
 def test_a_tile_arrives_before_its_word() -> None:
-    """Bulk stores are completed by who issued them; the barrier before covers the ordinary ones of tails."""
     ptx = exchange().ptx
-    assert check_after_bulk_stores(ptx, r"st\.release\.sys", r"3d") >= 2, "in the loop, and after it for the last tile"
-    assert covering(ptx) == []
-    bare = r"barrier\.sync 0;(\s*mov\.u32 thread, %tid\.x;\s*setp\.ge\.u32 other, thread, 64;)"
-    assert covering(without(ptx, bare, r"\1")) != []
-    for dropped in ("cp.async.bulk.wait_group 0;", "fence.proxy.async;"):
-        with pytest.raises(AssertionError):
-            check_after_bulk_stores(without(ptx, rf"    {re.escape(dropped)}\n"), r"st\.release\.sys", r"3d")
+    assert len(re.findall(r"st\.release\.sys", ptx)) >= 3, "announced, in the loop, and after it for the last tile"
+    assert check_release_order(ptx) == []
+    assert check_release_order(without(ptx, r"(\.reg \.b64 place;\n)\s*barrier\.sync 0;", r"\1")) != []
 
 
 def test_what_arrived_is_read_after_its_word() -> None:
@@ -107,11 +98,9 @@ def test_what_arrived_is_read_after_its_word() -> None:
 
 
 def test_nothing_leaves_before_all_have_announced_the_call_before() -> None:
-    """The wait for announcements, then the fence between what it acquired and bulk stores, then the first of those."""
     ptx = exchange().ptx
-    wait, fence = ptx.index("ld.acquire.sys.global.b32 seen"), ptx.index("fence.proxy.async.global;")
-    announced, stored = ptx.index("add.s64 place, place,"), ptx.index("cp.async.bulk.tensor.3d.global")
-    assert announced < wait < fence < stored
+    told, wait, stored = (ptx.index(one) for one in ("st.release.sys", "ld.acquire.sys.global.b32 seen", "st.global"))
+    assert told < wait < stored
 
 
 def test_rows_of_tokens_are_read_after_they_were_waited_for() -> None:

@@ -43,6 +43,15 @@ def _finished(tile, bias, column, n, BIAS: tl.constexpr, ACTIVATION: tl.constexp
     return activated(tile, ACTIVATION)
 
 
+@triton.jit
+def _tell(table, stored, word_bases, turn_word, epoch, rank):
+    """The word of tile `stored`, if there is one and it is another rank's."""
+    entry, there = table + stored * ENTRY, stored >= 0
+    owner = tl.load(entry + 6, mask=there, other=0).to(tl.int32) % LINE
+    place = turn_word + tl.load(entry + 7, mask=there, other=0).to(tl.int32)
+    tell(word_bases, owner, (there & (owner != rank)).to(tl.int32), place, epoch, 0)
+
+
 _FREE = [
     *("bias", "table", "arriving", "bases", "word_bases", "words", "epochs", "tiles", "coming", "active", "inner"),
     *("half", "lines", "rank", "abort", "error", "deadline_ns", "a_row", "b_row", "b_expert"),
@@ -73,7 +82,6 @@ def fused_exchange_kernel(
         n, half = n // 8 * 8, half // 8 * 8  # they are so already: it tells the compiler
     turn_word = (1 + turn * lines) * LINE
     stored = program - programs
-    told, first, place = 0, rank, 0  # of the tile before: how many words, whose, and where
     if program < programs:
         take_turn(word_bases, words, epoch, program, rank, abort, error, deadline_ns, RANKS)
     here = tl.where(program < programs, tiles, 0)
@@ -87,9 +95,9 @@ def fused_exchange_kernel(
         else:
             total = plain_multiply(a, b, a_row, b_row, b_expert, row, tl.load(entry + 1).to(tl.int32), column, n, inner,
                                    expert, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GROUPED)  # fmt: skip
+        _tell(table, stored, word_bases, turn_word, epoch, rank)  # the tile before, whose stores have long arrived
         stored += programs
         entry = table + stored * ENTRY
-        tell(word_bases, first, told, place, epoch, 0)  # the tile before, whose stores have long arrived
         column = tl.load(entry + 2).to(tl.int32)
         whom = tl.load(entry + 6).to(tl.int32)
         owner, expert = whom % LINE, whom // LINE
@@ -99,9 +107,7 @@ def fused_exchange_kernel(
         if EVEN:
             target = tl.multiple_of(target, 16)
         store_tile(target, target, bias, total, entry, 4, False, EVEN, False, 0)
-        first, told = owner, tl.where(owner == rank, 0, 1)
-        place = turn_word + tl.load(entry + 7).to(tl.int32)
-    tell(word_bases, first, told, place, epoch, 0)
+    _tell(table, stored, word_bases, turn_word, epoch, rank)
     for position in range(program, tl.where(program < programs, coming, 0), programs):
         entry = arriving + position * ENTRY
         signal_wait_all(words + turn_word + tl.load(entry + 4).to(tl.int32), epoch, 1, -1, abort, error, deadline_ns)

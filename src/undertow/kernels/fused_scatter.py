@@ -45,7 +45,7 @@ from .pieces import settled
 from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, tell
 
-_AT_ONCE = tl.constexpr(3)  # ranks whose parts a thread asks for at once: more would not fit its registers
+_AT_ONCE = tl.constexpr(2)  # ranks whose parts a thread asks for at once: more would not fit its registers
 
 
 @triton.jit
@@ -122,8 +122,7 @@ def fused_scatter_kernel(
     partials += turn * half
     reduced += turn * half
     stored = program - programs
-    # Of the tile before: whose word, the first of how many ranks', and where. At first a word that nobody waits for.
-    first, told, place, failed = rank, 1, (2 * lines + program) * LINE, 0
+    first, told, place, failed = rank, 0, 0, 0  # of the tile before: the words of which ranks, where, and whether
     here = tl.where(program < programs, tiles, 0)
     AHEAD: tl.constexpr = has_bulk_copies()  # loads of a tile run into the epilogue of the one before
     for position in tl.range(program, here, tl.maximum(programs, 1), flatten=AHEAD):  # it divides by its step
@@ -145,17 +144,19 @@ def fused_scatter_kernel(
             words + line * LINE, epoch, tl.where(mine, RANKS, 0), rank, abort, error, deadline_ns
         )  # fmt: skip
         left, right = halves(total)
-        parts = halves(left) + halves(right)
+        parts = halves(left) + halves(right)  # addresses of a whole tile would not fit
+        if RANKS > 4:
+            parts = halves(parts[0]) + halves(parts[1]) + halves(parts[2]) + halves(parts[3])
         if mine:
             rows, across = tl.load(entry + 1).to(tl.int32), tl.load(entry + 7) * n + column
-            for part in tl.static_range(4):
+            for part in tl.static_range(len(parts)):
                 _sum(out + across, reduced + at, partials + at, plane, bias + column, parts[part], rank, rows, n,
-                     n - column, part * (BLOCK_N // 4), RANKS, BROADCAST, BIAS, ACTIVATION)  # fmt: skip
+                     n - column, part * (BLOCK_N // len(parts)), RANKS, BROADCAST, BIAS, ACTIVATION)  # fmt: skip
         else:
             slots = tl.multiple_of(tl.load(reduced_bases + owner).to(tl.pointer_type(out.dtype.element_ty)), 16)
             slot = slots + (turn * half + (rank - RANKS) * plane + at)
-            for part in tl.static_range(4):
-                _put(slot, parts[part], n, n - column, part * (BLOCK_N // 4))
+            for part in tl.static_range(len(parts)):
+                _put(slot, parts[part], n, n - column, part * (BLOCK_N // len(parts)))
         told = tl.where(mine, RANKS if BROADCAST else 0, 1)
         first = tl.where(mine, 0, owner)
         place = tl.where(mine, (lines + line) * LINE, line * LINE + rank)

@@ -7,8 +7,9 @@ has announced call n - 1 (`take_turn`): it does so when it is over with call n -
 other. All that was told to a rank in a call is waited for in that call, so nobody sets its words late either.
 
 Memory ordering. An announcement is released at system scope by the first CTA, behind a CTA barrier; the launch orders
-it after the loads of the calls before. Every CTA acquires all of them before it stores. A tile's word is released at
-system scope, behind a CTA barrier that follows what the whole CTA stored for the tile (`tell`).
+it after the loads of the calls before. Every CTA acquires all of them before it stores, and a proxy fence orders that
+before its bulk copies. A tile's word is released at system scope, behind a CTA barrier that follows what the whole CTA
+stored for the tile (`tell`).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,7 +17,7 @@ system scope, behind a CTA barrier that follows what the whole CTA stored for th
 import triton
 import triton.language as tl
 
-from .signals import signal_wait_all
+from .signals import proxy_fence, signal_wait_all
 
 LINE = tl.constexpr(32)  # 32-bit words of a tile's or a band's line
 
@@ -61,3 +62,4 @@ def take_turn(word_bases, words, epoch, program, rank, abort, error, deadline_ns
     if program == 0:
         tell(word_bases, 0, RANKS, rank, epoch, 0)
     signal_wait_all(words, epoch - 1, RANKS, rank, abort, error, deadline_ns)
+    proxy_fence()
