@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from ctypes import c_int, c_size_t, c_uint32, c_uint64, c_void_p
@@ -69,6 +70,10 @@ def _declare() -> dict[str, Any]:
         "cuStreamCreateWithPriority": [ctypes.POINTER(c_void_p), c_uint32, c_int],
         "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(c_int)],
         "cuStreamDestroy_v2": [c_void_p],
+        "cuDeviceGet": [ctypes.POINTER(c_int), c_int],
+        "cuDevicePrimaryCtxRetain": [ctypes.POINTER(c_void_p), c_int],
+        "cuCtxGetCurrent": [ctypes.POINTER(c_void_p)],
+        "cuCtxSetCurrent": [c_void_p],
         "cuEventCreate": [ctypes.POINTER(c_void_p), c_uint32],
         "cuEventRecord": [c_void_p, c_void_p],
         "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint32],
@@ -102,8 +107,32 @@ def _check(code: int, rank: int | str = "unknown") -> None:
     raise errors.UndertowError(reason=f"The CUDA driver refused a call: {text}.")
 
 
+class _Threads(threading.local):
+    """The devices whose context the driver knows on this thread."""
+
+    def __init__(self) -> None:
+        self.met: set[int] = set()
+
+
+_threads = _Threads()
+
+
+def _meet(device: torch.device) -> None:
+    """Make torch's context current on this thread, unless another one is: an autograd thread begins without any, and
+    torch brings it only with its own first call there."""
+    context, number = c_void_p(), c_int()
+    _check(_driver["cuCtxGetCurrent"](ctypes.byref(context)))
+    if not context.value:
+        _check(_driver["cuDeviceGet"](ctypes.byref(number), device.index))
+        _check(_driver["cuDevicePrimaryCtxRetain"](ctypes.byref(context), number.value))  # torch's, alive anyway
+        _check(_driver["cuCtxSetCurrent"](context))
+    _threads.met.add(device.index)
+
+
 def current_stream(device: torch.device) -> int:
-    """Handle of the current stream, without making an object for it."""
+    """Handle of the current stream, without making an object for it. What follows may call the driver."""
+    if device.index not in _threads.met:
+        _meet(device)
     return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return,attr-defined,unused-ignore]
 
 
