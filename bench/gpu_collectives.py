@@ -204,11 +204,12 @@ class Bench:
         self.align = lambda: aligner.run(ones, ones.clone(), [64])
         self.align()
 
-    def executable(self, program: str, instances: int, **options: Any) -> Any:
-        key = f"{program} {instances} {options}"
+    def executable(self, program: str, instances: int, warps: int | None = None, **options: Any) -> Any:
+        key = f"{program} {instances} {warps} {options}"
         if key not in self._executables:
             schedule = LIBRARY[program].compile(self.group.size, instances=instances, **options)
-            self._executables[key] = self._make(self._fabric, schedule, **self._tuning)
+            tuning = self._tuning if warps is None else {"warps": warps, **self._tuning}
+            self._executables[key] = self._make(self._fabric, schedule, **tuning)
         return self._executables[key]
 
     def before(self) -> None:
@@ -217,8 +218,11 @@ class Bench:
         torch.cuda.synchronize()
         self.group.barrier()
 
-    def direct(self, program: str, instances: int, sets: Sets, spans: list[int], in_place: bool = False) -> Call:
-        made = self.executable(program, instances, target="direct", in_place=in_place)
+    def direct(
+        self, program: str, instances: int, sets: Sets, spans: list[int], in_place: bool = False,
+        warps: int | None = None,
+    ) -> Call:  # fmt: skip
+        made = self.executable(program, instances, warps, target="direct", in_place=in_place)
 
         def call(which: int) -> torch.Tensor:
             source = sets.sources[which]
@@ -228,8 +232,10 @@ class Bench:
 
         return call
 
-    def staged(self, program: str, instances: int, sets: Sets, spans: list[int], **options: Any) -> Call:
-        made = self.executable(program, instances, target="staged", **options)
+    def staged(
+        self, program: str, instances: int, sets: Sets, spans: list[int], warps: int | None = None, **options: Any
+    ) -> Call:
+        made = self.executable(program, instances, warps, target="staged", **options)
 
         def call(which: int) -> torch.Tensor:
             made.run(sets.sources[which].local, sets.outs[which].local, spans)
@@ -258,8 +264,9 @@ class Bench:
         choice = choose(collective, nbytes, "cuda", self._topology)
         instances = min(choice.instances, self.ctas[-1])
         if choice.packets:
-            return self.staged(choice.program, instances, sets, spans, packets=True)
-        return self.direct(choice.program, instances, sets, spans, in_place=collective == "all_reduce")
+            return self.staged(choice.program, instances, sets, spans, choice.warps, packets=True)
+        in_place = collective == "all_reduce"
+        return self.direct(choice.program, instances, sets, spans, in_place=in_place, warps=choice.warps)
 
     def all_reduce(self, size: int) -> tuple[Sets, dict[str, Call], int]:
         spans = [size // DTYPE.itemsize]

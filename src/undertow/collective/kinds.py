@@ -105,6 +105,6 @@ def executable_of(on: Group, kind: Kind) -> Executable:
             packets=choice.packets,
         )  # fmt: skip
         found = fabric.kept[kind.number] = executable(
-            fabric, schedule, choice.stride if kind.lane is None else None, lane=kind.lane or "peer"
+            fabric, schedule, choice.stride if kind.lane is None else None, lane=kind.lane or "peer", warps=choice.warps
         )
     return found

@@ -33,8 +33,11 @@ class Executable(Protocol):
         """Free what it holds. No rank may be in a call any more."""
 
 
-def executable(fabric: Fabric, schedule: Schedule, stride: int | None = None, lane: str = "peer") -> Executable:
-    """Make one; collective. `lane`: "peer" for the interpreter, "dma" for copy engines, "net" for messages.
+def executable(
+    fabric: Fabric, schedule: Schedule, stride: int | None = None, lane: str = "peer", warps: int | None = None
+) -> Executable:
+    """Make one; collective. `lane`: "peer" for the interpreter, "dma" for copy engines, "net" for messages. `warps`: of
+    a CTA, where there are any.
 
     A group that spans nodes has no common memory: there the lanes carry every schedule, `net` between nodes and `dma`
     inside one (GPUs: `net` everywhere, as their staging memory belongs to groups of one node).
@@ -50,7 +53,7 @@ def executable(fabric: Fabric, schedule: Schedule, stride: int | None = None, la
     if group.device.type == "cuda":
         from .cuda_runtime import CudaExecutable
 
-        return CudaExecutable(fabric, schedule, **options)  # type: ignore[arg-type]
+        return CudaExecutable(fabric, schedule, warps=warps, **options)  # type: ignore[arg-type]
     from .cpu_runtime import CpuExecutable
 
     return CpuExecutable(fabric, schedule, **options)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from .topology import Topology
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A library program and how it is compiled; `stride` None: the runtime's own."""
+    """A library program, how it is compiled and run; `stride`, `warps` None: the runtime's own."""
 
     up_to: float
     program: str
@@ -27,6 +27,7 @@ class Choice:
     workers: int = 1
     instances: int = 1
     packets: bool = False
+    warps: int | None = None
 
 
 _PROGRAMS = {
@@ -47,19 +48,20 @@ CPU: dict[str, tuple[Choice, ...]] = {
 }
 # On a GPU: packets while latency is all there is, then the direct programs, on as many CTAs as it takes to keep the
 # memory busy (a rank with fewer multiprocessors takes all it has). Packets of more than 8 ranks do not fit the kernel.
-# Guesses from two runs at 4 ranks, one of which had packets ahead up to 16 KB, the other at no size.
-_FEW, _SOME, _ALL = 8, 16, 32
+# From a sweep over CTAs, warps and loads in flight, all_reduce on 4 ranks; others follow it.
+_FEW, _SOME, _ALL = 8, 16, 128
 CUDA: dict[str, tuple[Choice, ...]] = {
     name: (
         Choice(128 << 10, program, instances=_FEW),
-        Choice(2 << 20, program, instances=_SOME),
-        Choice(inf, program, ranks=2, instances=2 * _ALL),
-        Choice(inf, program, instances=_ALL),
+        Choice(512 << 10, program, instances=_SOME),
+        Choice(8 << 20, program, instances=_ALL),
+        Choice(inf, program, instances=_ALL, warps=16),
     )
     for name, program in _PROGRAMS.items()
 }
 CUDA["all_reduce"] = (
-    Choice(16 << 10, "one_shot", ranks=8, instances=_FEW, packets=True),
+    Choice(8 << 10, "one_shot", ranks=8, instances=_SOME, packets=True, warps=4),
+    Choice(64 << 10, "one_shot", ranks=8, instances=_SOME, packets=True),
     *CUDA["all_reduce"],
 )
 NODES = {"all_reduce": "hierarchical", "all_gather": "all_gather_hierarchical", "all_to_all": "all_to_all_two_step"}

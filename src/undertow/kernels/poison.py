@@ -22,7 +22,7 @@ def _fill(output, byte_count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr):
+def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr, RELEASED: tl.constexpr = False):
     """Count this CTA out of its call; one that `failed` poisons all of `output` (an address) once all are out.
 
     `finished` is an int64 in this rank's own memory to which every CTA of every call adds one, and nobody anything
@@ -30,10 +30,16 @@ def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr
     Counting releases, on this GPU, what the CTA has stored; whoever failed acquires it from all before it poisons, so
     no store of the call comes after. It waits no longer than `deadline_ns`: a CTA that has not begun by then finds the
     call aborted and poisons, too.
+
+    RELEASED: the CTA's first thread has released all that the CTA stored to `output` before, by a post after it; then
+    the count need not do so again, and no store of the call is waited for once more.
     """
     tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
     if failed == 0:
-        tl.atomic_add(finished, 1, sem="release", scope="gpu")
+        if RELEASED:
+            tl.atomic_add(finished, 1, sem="relaxed", scope="gpu")
+        else:
+            tl.atomic_add(finished, 1, sem="release", scope="gpu")
     else:
         ctas = tl.num_programs(0)
         target = (tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") // ctas + 1) * ctas
