@@ -126,7 +126,7 @@ def test_tiles_go_to_their_final_rows(ranks: int, experts: int, n: int, k: int, 
             held[:, :, :n] = w
         padded.append(held)
 
-    def run(rank: int, sending: bool) -> None:
+    def run(rank: int, sending: bool | None) -> None:
         leaving = table(tokens.leaving_table(rows, n, PLAN, rank))
         coming = table(tokens.collected_table(rows, n, PLAN, rank))
         b = padded[rank].mT if transposed else padded[rank]
@@ -134,11 +134,14 @@ def test_tiles_go_to_their_final_rows(ranks: int, experts: int, n: int, k: int, 
         kernel[(3,)](
             xs[rank], b, stages[rank], outs[rank], bias, leaving, coming, addresses(stages),
             addresses(words), words[rank], torch.full((3,), EPOCH - 1, dtype=torch.int32), k, b.stride(1), b.stride(0),
-            len(leaving) if sending else 0, 0 if sending else len(coming), 2, k, n, half, lines, rank, NOBODY, NOBODY,
+            len(leaving) if sending else 0, len(coming) if sending is False else 0, 2, k, n, half, lines, rank, NOBODY, NOBODY,
             10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1], BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True, RANKS=ranks,
             EVEN=n % 8 == 0, BIAS=True, ACTIVATION=1,
         )  # fmt: skip
 
+    for rank in range(ranks):
+        run(rank, None)
+    assert not any(one.any() for one in words), "a CTA that does not work told of a tile"
     for rank in range(ranks):
         run(rank, True)
     for rank in range(ranks):

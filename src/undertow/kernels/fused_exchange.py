@@ -81,7 +81,7 @@ def fused_exchange_kernel(
     if EVEN:
         n, half = n // 8 * 8, half // 8 * 8  # they are so already: it tells the compiler
     turn_word = (1 + turn * lines) * LINE
-    stored = program - programs
+    stored = tl.where(program < programs, program - programs, -1)  # a CTA that does not work tells of nothing
     if program < programs:
         take_turn(word_bases, words, epoch, program, rank, abort, error, deadline_ns, RANKS)
     here = tl.where(program < programs, tiles, 0)

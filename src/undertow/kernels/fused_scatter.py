@@ -45,7 +45,7 @@ from .pieces import settled
 from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, tell
 
-_AT_ONCE = tl.constexpr(2)  # ranks whose parts a thread asks for at once: more would not fit its registers
+_AT_ONCE = tl.constexpr(3)  # ranks whose parts a thread asks for at once: more would not fit its registers
 
 
 @triton.jit
