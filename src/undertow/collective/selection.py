@@ -61,7 +61,7 @@ CUDA: dict[str, tuple[Choice, ...]] = {
 }
 CUDA["all_reduce"] = (
     Choice(8 << 10, "one_shot", ranks=8, instances=_SOME, packets=True, warps=4),
-    Choice(64 << 10, "one_shot", ranks=8, instances=_SOME, packets=True),
+    Choice(64 << 10, "one_shot", ranks=8, instances=_ALL, packets=True),
     *CUDA["all_reduce"],
 )
 NODES = {"all_reduce": "hierarchical", "all_gather": "all_gather_hierarchical", "all_to_all": "all_to_all_two_step"}
