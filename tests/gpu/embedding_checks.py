@@ -99,7 +99,11 @@ def gradients(group: ut.Group) -> int:
 
 @check
 def captured_calls(group: ut.Group) -> int:
-    """A graph of two calls, replayed on new values: the second replay must not pass with the first one's signals."""
+    """A graph of two calls, replayed on new values: the second replay must not pass with the first one's signals.
+
+    Both results are kept, so they must not share memory; what an eager call gave before the replays stays as it was,
+    and eager calls between replays are right, too.
+    """
     if group.device.type != "cuda":
         return 0
     for strategy in ("fused:peer", "serial:peer", "signaled:dma"):
@@ -112,11 +116,13 @@ def captured_calls(group: ut.Group) -> int:
             ut.embedding_all_to_all(**given)
         group.fabric.settle()
         group.barrier()
+        eager = ut.embedding_all_to_all(**given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             first = ut.embedding_all_to_all(**given)
             second = ut.embedding_all_to_all(**given)
-        want = wanted(group, case)
+        assert first.numel() == 0 or first.data_ptr() != second.data_ptr(), f"{strategy}: results share memory"
+        want = before = wanted(group, case)
         for scale in (1, 2, 3):
             for one in given["tables"]:
                 weight = one.weight if isinstance(one, Shard) else one
@@ -125,9 +131,49 @@ def captured_calls(group: ut.Group) -> int:
             group.fabric.settle()
             group.barrier()
             graph.replay()
+            graph.replay()
+            between = ut.embedding_all_to_all(**given)
+            graph.replay()
             group.fabric.settle()
             assert torch.equal(first, want), f"{strategy}: first, scale {scale}"
             assert torch.equal(second, want), f"{strategy}: second, scale {scale}"
+            assert torch.equal(between, want), f"{strategy}: between replays, scale {scale}"
+            assert torch.equal(eager, before), f"{strategy}: replays wrote into an eager call's result"
+            del between
+        del eager
+    return 3
+
+
+@check
+def captured_results_are_not_copied(group: ut.Group) -> int:
+    """Three graphs, one after the other: each has the place that is kept for captured calls, once the last is gone."""
+    if group.device.type != "cuda":
+        return 0
+    table = torch.ones(8, 4, device=group.device)
+    samples = 3 * group.size
+    values, offsets = torch.ones(samples, dtype=torch.int64), torch.arange(samples + 1)
+    given: dict[str, Any] = {
+        "tables": [table], "values": values.to(group.device), "offsets": offsets.to(group.device), "group": group,
+        "strategy": "fused:peer", "layout": ut.embedding_layout([table], group), "batches": [3] * group.size,
+    }  # fmt: skip
+    ut.embedding_all_to_all(**given)
+    group.fabric.settle()
+    places = set()
+    for turn in range(3):
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = ut.embedding_all_to_all(**given)
+        table.fill_(turn + 1)
+        group.fabric.settle()
+        group.barrier()
+        graph.replay()
+        group.fabric.settle()
+        assert torch.equal(y, torch.full_like(y, turn + 1))
+        places.add(y.data_ptr())
+        group.barrier()
+        del y, graph
+    assert len(places) == 1, "the place of a graph that is gone was not found free"
     return 3
 
 

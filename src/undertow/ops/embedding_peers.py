@@ -2,9 +2,18 @@
 
 **Places.** Each rank has a few places for results in symmetric memory. The tensor that a call returns *is* such a
 place: nothing is copied after the last peer has stored. A place is leased to that tensor and free again when its memory
-is; if none can be leased (the caller keeps old results), the result is copied out of the first place. So is that of a
-captured call: its replays write to the same place whenever they like, which nobody else's result may stand on. A source
-that the watchdog releases from its wait finds a 1 and stores there, too: results that were given out stay as they were.
+is; if none can be leased (the caller keeps old results), the result is copied out of the first place, which is never
+leased. A source that the watchdog releases from its wait finds a 1 and stores there, too: results that were given out
+stay as they were.
+
+    place 0      copied out of     place 1      of eager calls     place 2, ...     of captured calls
+
+The result of a captured call is what torch calls a static output: each replay writes to the same place, also when the
+tensor was dropped. So the place stays the graph's until that is destroyed. A later call of the same capture may have it
+again once the tensor is dropped, as in torch's pool of a graph: the replay itself orders the two. Eager calls have a
+place of their own, and calls of other captures take another or copy out. When a graph is replayed, and what was read of
+its results by then, is for its owner to order.
+
 Which place a result goes to is the destination's own choice, told to the sources in a word:
 
     destination d:  choice[d, parcel] at every source s := 1 + place      (releases: what read the place before is done)
@@ -26,12 +35,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..errors import InvalidArgument
-from ..fabric import timeline
+from ..fabric import stream_memory, timeline
+from ..fabric.captures import Captured
 from ..fabric.cuda import CudaFabric
 from ..fabric.signals import Step
 from ..plan.bags import Layout, Leaving, slices
@@ -46,8 +56,8 @@ if TYPE_CHECKING:
     from ..fabric.base import Lane
 
 MOST_PARCELS = 16  # words for so many slices of a (source, destination)
-_PLACES = 2
-_COPIED = 0  # the place that is never leased
+PLACES = 3  # the same on all ranks; more of them let more results of captured calls be kept
+_COPIED, _EAGER, _CAPTURED = 0, 1, 2  # the place that is never leased, that of eager calls, the first of captured ones
 _ALIGNMENT = 128
 _EXCHANGE = object()  # name of what is kept with a fabric
 
@@ -62,6 +72,14 @@ class _Leased:
         }  # fmt: skip
 
 
+class _Lease(NamedTuple):
+    """Who has a place: a tensor, given out on a stream, and the graph whose replays write there."""
+
+    tensor: weakref.ref[_Leased]
+    stream: torch.cuda.Stream
+    graph: Captured | None
+
+
 class Exchange:
     """The places and words of one group. Opening it is collective."""
 
@@ -69,7 +87,8 @@ class Exchange:
         size = fabric.group.size
         self._fabric, self._size, self._rank = fabric, size, fabric.group.rank
         self._words = fabric.signals(2 * size * MOST_PARCELS)
-        self._leases: dict[tuple[int, int], tuple[weakref.ref[_Leased], torch.cuda.Stream]] = {}
+        self._leases: dict[tuple[int, int], _Lease] = {}
+        self._graph: Captured | None = None  # of the last captured call
 
     @staticmethod
     def of(fabric: CudaFabric) -> Exchange:
@@ -92,33 +111,49 @@ class Exchange:
         """A place for a call's result. Collective where the places have to grow."""
         size = like.element_size()
         room = -(-max(1, max(batches) * layout.room * size) // _ALIGNMENT) * _ALIGNMENT
-        space = self._fabric.workspace("embedding results", _PLACES * room)
+        space = self._fabric.workspace("embedding results", PLACES * room)
         # By the workspace, which all shapes share, not by this call's shape: a place must not reach into another one's.
-        distance = space.nbytes // _PLACES // _ALIGNMENT * _ALIGNMENT
+        distance = space.nbytes // PLACES // _ALIGNMENT * _ALIGNMENT
         base = [space.address(one) for one in range(self._size)]
-        mine, rows = base[self._rank], batches[self._rank]
-        leasable = [] if torch.cuda.is_current_stream_capturing() else [one for one in range(_PLACES) if one != _COPIED]
-        place = next((one for one in leasable if self._is_free(mine, one)), _COPIED)
+        mine, rows, graph = base[self._rank], batches[self._rank], self._captured()
+        leasable = range(_EAGER, _CAPTURED) if graph is None else range(_CAPTURED, PLACES)
+        place = next((one for one in leasable if self._is_free(mine, one, graph)), _COPIED)
         nbytes = rows * layout.room * size
         if nbytes == 0:
             return Result(self, base, distance, place, layout, like.new_empty(rows, layout.room))
         leased = _Leased(mine + place * distance, nbytes, space.local)
         if place != _COPIED:
-            self._lease(mine, place, leased)
+            self._lease(mine, place, leased, graph)
         whole = torch.as_tensor(leased, device=like.device).view(like.dtype).view(rows, layout.room)
         return Result(self, base, distance, place, layout, whole)
 
-    def _is_free(self, base: int, place: int) -> bool:
-        held = self._leases.get((base, place))
-        return held is None or held[0]() is None
+    def _captured(self) -> Captured | None:
+        """The graph that this call goes into, if it is captured."""
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        stream = stream_memory.current_stream(self._fabric.device)
+        if self._graph is None or self._graph.number != stream_memory.capture_of(stream):
+            self._graph = Captured(stream)
+        return self._graph
 
-    def _lease(self, base: int, place: int, leased: _Leased) -> None:
-        """To a call on the current stream, after what the stream of the one before was given."""
+    def _is_free(self, base: int, place: int, graph: Captured | None) -> bool:
+        held = self._leases.get((base, place))
+        if held is None:
+            return True
+        if held.tensor() is not None:
+            return False
+        return held.graph is None or held.graph is graph or held.graph.is_gone
+
+    def _lease(self, base: int, place: int, leased: _Leased, graph: Captured | None) -> None:
+        """To a call on the current stream, after what the stream of the one before was given.
+
+        Between captures, there is no such order: an event means nothing outside of its own.
+        """
         here = torch.cuda.current_stream(self._fabric.device)
         before = self._leases.get((base, place))
-        if before is not None and before[1] != here:
-            here.wait_stream(before[1])
-        self._leases[base, place] = weakref.ref(leased), here
+        if before is not None and before.stream != here and before.graph is graph:
+            here.wait_stream(before.stream)
+        self._leases[base, place] = _Lease(weakref.ref(leased), here, graph)
 
     def begin(self, place: int, sources: Sequence[int], parcels: Sequence[int], leaving: Sequence[Leaving]) -> None:
         """Tell `sources`, and this rank itself, the place for these parcels; wait for the choices of who gets mine."""
