@@ -66,29 +66,45 @@ class Words:
 
 
 def played(cuda: Any, seed: int, ranks: int, parcels: int, clear_late: bool = False) -> None:
-    """All ranks, several calls; every slice must find the place that its destination chose for that very call."""
+    """All ranks, several calls; every slice must find the place that its destination chose for that very call.
+
+    Calls of both kinds follow each other: with words that streams wait for, and as one kernel that waits itself.
+    """
     world = World()
-    memory = np.zeros((ranks, 2 * ranks * cuda.MOST_PARCELS), np.int32)
+    memory = [np.zeros((ranks, 2 * ranks * cuda.MOST_PARCELS), np.int32) for _ in range(2)]
     batches, held = [3, 2, 4, 1][:ranks], [True, seed % 3 > 0, True, True][:ranks]
     plan = Plan("fused", "peer", split(4, parcels), order=SLICES, own_last=True)
     places = np.full((ranks, 2, ranks, parcels), -1)  # the call that wrote a slice last
     for rank in range(ranks):
-        stream = world.new_stream()
+        stream, made = world.new_stream(), iter(memory)
         exchange = cuda.Exchange(
             SimpleNamespace(
                 group=SimpleNamespace(size=ranks, rank=rank),
-                signals=lambda count, stream=stream, rank=rank: Words(world, stream, memory, rank),
+                signals=lambda count, stream=stream, rank=rank, made=made: Words(world, stream, next(made), rank),
             )
         )
         here = [parcel for parcel, ranges in enumerate(chunks(batches, plan)) if ranges[rank][1]]
         sources = [one for one in range(ranks) if held[one] and one != rank]
         leaving = slices(batches, plan, rank) if held[rank] else ()
         for call in range(CALLS):
-            place = (call + rank) % 2
-            exchange.begin(place, sources, here, leaving)
+            place, in_kernel = (call + rank) % 2, (seed >> call) % 2 == 0
+            words = exchange.words("fused" if in_kernel else "serial")
+            if in_kernel:
+                for address in words.told(sources, here):
+                    world.write_value(stream, address, place + 1, 0)
+                for one in leaving:
+                    if one.destination != rank:
+                        world.wait_value(stream, words.choice(one.destination, one.parcel), 1, 0)
+            else:
+                words.begin(place, sources, here, leaving)
             for one in leaving:
-                _finish(world, stream, exchange, places, rank, one, call, clear_late)
-            exchange.arrived(sources, here)
+                _finish(world, stream, words, places, rank, one, call, place, clear_late)
+            if in_kernel:
+                for address in words.awaited(sources, here):
+                    world.wait_value(stream, address, 1, 0)
+                    world.write_value(stream, address, 0, 0)
+            else:
+                words.arrived(sources, here)
 
             def checked(rank: int = rank, place: int = place, call: int = call, here: Any = tuple(here)) -> None:
                 for source, parcel in itertools.product(range(ranks), here):
@@ -97,26 +113,31 @@ def played(cuda: Any, seed: int, ranks: int, parcels: int, clear_late: bool = Fa
 
             world.put(stream, checked)
     world.run(seed)
+    for part in memory:
+        assert not part[:, ranks * cuda.MOST_PARCELS :].any(), "every arrival is cleared"
+    assert not memory[1].any(), "in a kernel's words every choice is, too"
 
 
 def _finish(
-    world: World, stream: int, exchange: Any, places: Any, rank: int, one: Any, call: int, clear_late: bool
+    world: World, stream: int, words: Any, places: Any, rank: int, one: Any, call: int, own: int, clear_late: bool
 ) -> None:
-    choice = ctypes.c_int32.from_address(exchange.choice(one.destination, one.parcel))
-    full = ctypes.c_int32.from_address(exchange.signal(one.destination, one.parcel))
+    address = words.choice(one.destination, one.parcel)
+    choice = ctypes.c_int32.from_address(address) if address else ctypes.c_int32(own + 1)
+    signal = words.signal(one.destination, one.parcel)
+    assert (signal == 0) == (one.destination == rank)
 
     def clear() -> None:
         choice.value = 0
 
     def act() -> None:
         places[one.destination, choice.value - 1, rank, one.parcel] = call
-        if one.destination != rank:
+        if signal:
             if not clear_late:
                 clear()
-            full.value = 1
+            ctypes.c_int32.from_address(signal).value = 1
 
     world.put(stream, act)
-    if clear_late and one.destination != rank:
+    if clear_late and signal:
         world.put(stream, clear)
 
 
