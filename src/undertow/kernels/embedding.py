@@ -247,11 +247,17 @@ def _await(slices, slice_count, watch, LANES: tl.constexpr):
 
     Of slices in which it has items only: the word of another one may be cleared again by the time this CTA looks.
     Acquires, at system scope, that nothing reads those places any more; the barrier gives it to every thread.
+
+    One thread of CTA 0 looks at the abort word also where nothing has to be waited for: words that a failed call left
+    behind satisfy the waits of the next. One, and while the others poll, as that word lies across PCIe; and what it
+    finds is the CTA's by the reduction, since threads that each looked for themselves might differ.
     """
     abort, _, deadline_ns = watch
     status = 0
-    for first in range(0, slice_count, LANES):
+    for first in range(0, tl.maximum(slice_count, 1), LANES):
         lanes = first + tl.arange(0, LANES)
+        looks = (lanes == 0) & (tl.program_id(0) == 0)
+        aborted = tl.load(abort + tl.zeros([LANES], tl.int32), mask=looks, other=0, volatile=True)
         entry, here = slices + lanes * _SLICE, lanes < slice_count
         choice = tl.load(entry + 9, mask=here, other=0)
         begin, items = tl.load(entry + 5, mask=here, other=0), tl.load(entry + 6, mask=here, other=0)
@@ -260,7 +266,7 @@ def _await(slices, slice_count, watch, LANES: tl.constexpr):
         told = tl.full([LANES], 1, tl.int32)
         found = poll(choice.to(tl.pointer_type(tl.int32)), told, wanted, abort, deadline_ns)
         tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
-        status = tl.maximum(status, tl.max(found, axis=0))
+        status = tl.maximum(status, tl.max(tl.maximum(found, tl.where(aborted != 0, ABORTED, ARRIVED)), axis=0))
     return status
 
 
@@ -310,17 +316,14 @@ def exchange_kernel(
     the result, filled with ones if the call fails. LANES: threads of a CTA. One ticket more than there are slices.
 
     Every wait ends with its deadline or the abort word. What fails is reported and told to the last CTA by the ticket;
-    that one has acquired all stores of its rank's CTAs, so that none of them comes after the poison. The abort word is
-    also looked at where nothing has to be waited for: words that a failed call left behind satisfy the next one's
-    waits. One CTA does, while it waits, as the word lies across PCIe.
+    that one has acquired all stores of its rank's CTAs, so that none of them comes after the poison.
     """
     element: tl.constexpr = like.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
     watch = (abort, error, deadline_ns)
     if program == 0:
         _tell(words, told, place, LANES)
-    aborted = tl.load(abort, mask=program == 0, other=0, volatile=True)
-    status = _await(slices, slice_count, watch, LANES) | aborted
+    status = _await(slices, slice_count, watch, LANES)
     for number in range(tl.where(status == ARRIVED, slice_count, 0)):
         entry = slices + number * _SLICE
         destination = _destination(entry, 0, place, element, ALIGNMENT)
