@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,34 @@ def wrong_indices_read_nothing(group: ut.Group) -> int:
     y = ut.embedding_all_to_all([table], values, offsets, group=group, strategy="fused:peer")
     assert torch.equal(y, torch.full_like(y, 2.0))
     return 1
+
+
+@torch.no_grad()
+def abandoned() -> str:
+    """The last rank does not come; the kernels of the others give up at the deadline, and the group fails."""
+    group = ut.init()
+    table = torch.ones(8, 4, device=group.device)
+    samples = 3 * group.size
+    given: dict[str, Any] = {
+        "tables": [table], "values": torch.ones(samples, dtype=torch.int64, device=group.device),
+        "offsets": torch.arange(samples + 1, device=group.device), "group": group, "strategy": "fused:peer",
+        "layout": ut.embedding_layout([table], group), "batches": [3] * group.size,
+    }  # fmt: skip
+    ut.embedding_all_to_all(**given)
+    group.fabric.settle()
+    group.barrier()
+    group.deadline = 4.0  # only now: the first call compiles
+    if group.rank == group.size - 1:
+        time.sleep(9)
+        return "slept"
+    began = time.monotonic()
+    y = ut.embedding_all_to_all(**given)
+    torch.cuda.synchronize()
+    took = time.monotonic() - began
+    assert 3 < took < 9, took
+    assert bool(torch.isnan(y).all()), "the output of an aborted call was not poisoned"
+    until = time.monotonic() + 3
+    while not group.failed and time.monotonic() < until:
+        time.sleep(0.05)
+    assert group.failed, "nobody noticed"
+    return f"failed after {took:.1f} s"
