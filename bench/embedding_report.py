@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,12 @@ class Case:
         return f"B{self.batch:5} T{self.tables:3} D{self.dim:4} L{self.pooling:3} {kind} {self.indices:7}"
 
 
+def fastest_over_host(one: dict[str, Any]) -> str:
+    """The name of the fastest way to overlap over the host link."""
+    m = one["median"]
+    return min((name for name in m if name.startswith(("host signaled", "host chunked"))), key=lambda name: m[name])
+
+
 def numbers(one: dict[str, Any], stream: float) -> dict[str, float]:
     """The figures that are asked for."""
     m = one["median"]
@@ -36,7 +43,7 @@ def numbers(one: dict[str, Any], stream: float) -> dict[str, float]:
         "lookup GB/s": one["bytes"] / m["lookup"] / 1e9, "fused GB/s": one["bytes"] / m["fused"] / 1e9,
     }  # fmt: skip
     if "host serial" in m:
-        best = min(m["host signaled"], m["host chunked"])
+        best = m[fastest_over_host(one)]
         ideal = min(m["lookup"], m["host move"]) / (m["lookup"] + m["host move"])
         found |= {
             "host reduction": 1 - best / m["host serial"], "host ideal": ideal,
@@ -57,9 +64,13 @@ def line(one: dict[str, Any], stream: float) -> str:
     if "host serial" in m:
         text += (
             f" | host serial {m['host serial'] * 1e3:6.2f} move {m['host move'] * 1e3:6.2f} signaled"
-            f" {m['host signaled'] * 1e3:6.2f} chunked {m['host chunked'] * 1e3:6.2f} {-n['host reduction']:+5.0%}"
+            f" {m['host signaled'] * 1e3:6.2f}"
+            + "".join(f" in {key.split()[-1]} {m[key] * 1e3:.2f}" for key in m if key.startswith("host signaled "))
+            + f" chunked {m['host chunked'] * 1e3:6.2f} best {fastest_over_host(one)[5:]} {-n['host reduction']:+5.0%}"
             f" ideal {-n['host ideal']:+5.0%}"
         )
+    if one.get("copied"):
+        text += f" | {one['copied']} captured results were copied out: no place was free"
     return text
 
 
@@ -73,6 +84,10 @@ def summary(found: dict[str, Any]) -> str:
     wide = [n for one, n in every if one["row"] >= 256 and one["case"]["pooling"] >= 10]
     short = [n for one, n in every if one["case"]["pooling"] == 1]
     host = [n for _, n in every if "host share" in n]
+    ways = Counter(fastest_over_host(one)[5:] for one, n in every if "host share" in n)
+    planned = [
+        1 - one["median"]["host signaled"] / one["median"]["host serial"] for one, n in every if "host share" in n
+    ]
     rows = [
         ("fused / own lookup, mean (asked <= 1.08)", mean([n["fused/lookup"] for _, n in every])),
         ("All-to-All time hidden, mean (>= 0.80)", mean([n["hidden"] for _, n in every])),
@@ -82,6 +97,7 @@ def summary(found: dict[str, Any]) -> str:
         ("reduction against chunked, mean", mean([n["against chunked"] for _, n in every])),
         ("the same, least", min([n["against chunked"] for _, n in every], default=math.nan)),
         ("host link: share of the ideal reduction, mean (>= 0.80)", mean([n["host share"] for n in host])),
+        ("host link: reduction by the plan's own parcels, mean", mean(planned)),
         ("host link: least reduction (>= 0)", min([n["host reduction"] for n in host], default=math.nan)),
         ("own lookup / stream, rows >= 256 B, pooling >= 10, mean", mean([n["lookup/stream"] for n in wide])),
         ("the same, least (>= 0.85)", min([n["lookup/stream"] for n in wide], default=math.nan)),
@@ -89,4 +105,5 @@ def summary(found: dict[str, Any]) -> str:
         ("the same, least", min([n["torch/lookup"] for n in wide], default=math.nan)),
     ]
     text = "\n".join(f"{name:60} {value:6.3f}" for name, value in rows)
-    return f"{len(every)} shapes\n{text}\npublished: {PUBLISHED}"
+    fastest = ", ".join(f"{name} {count}" for name, count in ways.most_common())
+    return f"{len(every)} shapes\n{text}\nhost link, without graphs, fastest: {fastest}\npublished: {PUBLISHED}"

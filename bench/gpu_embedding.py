@@ -7,10 +7,14 @@ First exactness against a plain loop, then for every shape, in one run, interlea
 - `fused`: one kernel that stores into peers' results; over the host link `signaled`: slices leave behind one kernel.
 
 Bytes of a lookup: rows read, pooled rows written. All ranks run at once, so each has its part of the card's bandwidth.
-Several calls in one CUDA graph: device time. `hidden` is the part of the All-to-All's time that fused does not show.
+Over peers several calls in one CUDA graph: device time. `hidden` is the part of the All-to-All's time that fused does
+not show. Over the host link several calls in a row *without* a graph, from the first launch to the last byte: a
+captured call of that lane runs its stream operations one after the other, and calls are milliseconds long. `signaled`
+is also tried in 2, 4 and 8 equal parcels beside the plan's own; the fastest counts, and is named.
 
-First a few shapes of the kernel (vectors in a thread, rows ahead, registers) are tried on one problem of each kind; the
-fastest is what runs afterwards, and is printed: those of `plan/bags.py` should be the same.
+First a few shapes of the kernel (vectors in a thread, rows ahead, registers) are tried on one problem of each kind, for
+the lookup and for fused, then how many tables take turns; what is fastest for both together runs afterwards, and is
+printed: those of `plan/bags.py` should be the same.
 
     PYTHONPATH=src python bench/gpu_embedding.py [--full] [--seconds 55] [--out results.json]
 """
@@ -23,7 +27,8 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,11 +40,11 @@ from embedding_report import Case, line, summary
 import undertow as ut
 from undertow.fabric.environment import environment
 from undertow.ops import embedding_all_to_all as operator
-from undertow.ops import embedding_cuda, embedding_run
+from undertow.ops import embedding_cuda, embedding_peers, embedding_run
 from undertow.ops.bags import Bags
 from undertow.plan.bags import Layout, Piece, Shape, completed
 from undertow.plan.defaults import default_plan
-from undertow.plan.plan import SLICES, Plan
+from undertow.plan.plan import SLICES, Plan, split
 
 GRID = {
     "batch": (512, 2048, 8192), "tables": (4, 16, 64), "dim": (64, 128, 256), "pooling": (1, 10, 70),
@@ -81,9 +86,13 @@ def cases(full: bool, ranks: int) -> list[Case]:
 # -- times -------------------------------------------------------------------------------------------------------------
 
 
-SHORT = ((1, 1, 48), (2, 1, 64), (2, 1, 80), (4, 1, 128), (2, 2, 96))
-LONG = ((1, 8, 80), (1, 8, 128), (1, 4, 64), (2, 4, 128), (1, 16, 128))
+SHORT = ((1, 1, 48), (2, 1, 64), (2, 1, 80), (4, 1, 128))
+LONG = ((1, 4, 64), (1, 8, 80), (1, 8, 128), (2, 4, 128))
 """Vectors of 16 bytes in a thread, rows ahead, registers."""
+TOGETHER = (1, 4, 64)  # tables that take turns
+HOST_PARCELS = (2, 4, 8)
+GRAPHS = 4  # whose results over peers are measured side by side: each needs a place of its own
+Choice = tuple[int, int, int, int]
 
 
 class Bench:
@@ -92,6 +101,16 @@ class Bench:
         self.fabric, self.device, self.rounds = self.group.fabric, self.group.device, rounds
         self.storage = torch.empty(TABLE_BYTES // 4, dtype=torch.float32, device=self.device)
         self.filled = ""
+        self.copied = 0  # captured calls whose result had no place of its own: twice the bytes, which must not happen
+        embedding_peers.PLACES = 2 + GRAPHS
+        plain = embedding_peers.Result.finish
+
+        def finish(result: embedding_peers.Result) -> torch.Tensor:
+            copies = result.place == 0 and result.whole.numel() > 0 and torch.cuda.is_current_stream_capturing()
+            self.copied += int(copies)
+            return plain(result)
+
+        embedding_peers.Result.finish = finish  # type: ignore[method-assign]
 
     def tables(self, case: Case) -> list[torch.Tensor]:
         """All of the storage, in as many tables."""
@@ -138,9 +157,23 @@ class Bench:
         self.group.barrier()
         return graph.replay
 
-    def interleaved(self, variants: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+    def eagerly(self, call: Callable[[], object], calls: int) -> Callable[[], object]:
+        call()
+        torch.cuda.synchronize()
+        self.group.barrier()
+
+        def several() -> None:
+            for _ in range(calls):
+                call()
+
+        return several
+
+    def interleaved(
+        self, variants: dict[str, Callable[[], object]], calls: int, in_graph: bool = True
+    ) -> dict[str, float]:
         """Median seconds of one call; the slowest rank's, all ranks at once."""
-        ready = {name: self.captured(call, calls) for name, call in variants.items()}
+        made = self.captured if in_graph else self.eagerly
+        ready = {name: made(call, calls) for name, call in variants.items()}
         seconds: dict[str, list[float]] = {name: [] for name in ready}
         for turn in range(self.rounds + 1):
             for name, call in ready.items():
@@ -171,37 +204,62 @@ class Bench:
 
     def choose_shapes(self, stream: float, said: Callable[[str], None]) -> dict[str, Any]:
         """The fastest shape for short and long bags of each dtype, on one problem; used from here on."""
-        chosen: dict[tuple[int, bool], tuple[int, int, int]] = {}
+        chosen: dict[tuple[int, bool], Choice] = {}
         told: dict[str, Any] = {}
 
-        def shape_of(plan: Any, size: int, now: tuple[int, int, int] | None = None) -> Shape:
-            vectors, ahead, registers = now or chosen[size, plan.group_bands >= 4]
+        def shape_of(plan: Any, size: int, now: Choice | None = None) -> Shape:
+            vectors, ahead, registers, together = now or chosen[size, plan.group_bands >= 4]
             columns = plan.tile[1]
-            return Shape(max(1, vectors * 128 * 16 // size // columns), columns, ahead, registers)
+            return Shape(max(1, vectors * 128 * 16 // size // columns), columns, ahead, registers, together)
 
-        for dtype, pooling in itertools.product(("float32", "bfloat16"), (1, 10)):
-            case = Case(2048, 16, 128, pooling, dtype, "uniform")
-            bags, layout, _ = self.bags(case)
-            size = bags.tables[0].element_size()
-            local = bags.tables[0].new_empty(bags.samples, bags.width)
+        def tried(case: Case, choices: Iterable[Choice], what: str) -> Choice:
+            bags, layout, batches = self.bags(case)
+            size, like = bags.tables[0].element_size(), bags.tables[0].new_empty(0)
+            local = like.new_empty(bags.samples, bags.width)
+            fused = default_plan(operator.problem_of(bags, layout, batches, self.group), *FUSED.split(":"))
 
-            def called(now: tuple[int, int, int], bags: Any = bags, layout: Any = layout, local: Any = local) -> None:
+            def lookup(now: Choice) -> None:
                 embedding_cuda.kernel_shape = partial(shape_of, now=now)
                 embedding_run.pool_all(self.fabric, bags, layout, (bags.samples,), local)
 
-            choices = SHORT if pooling == 1 else LONG
-            for one in choices[self.group.rank :: self.group.size]:  # each rank compiles some, all find them
-                called(one)
+            def both(now: Choice) -> None:
+                embedding_cuda.kernel_shape = partial(shape_of, now=now)
+                embedding_run.run(self.fabric, bags, layout, batches, fused, like)
+
+            every = list(choices)
+            for one in every[self.group.rank :: self.group.size]:  # each rank compiles some, all find them
+                lookup(one)
+                self.load_fused(bags, layout, local)
             torch.cuda.synchronize()
             self.group.barrier()
-            median = self.interleaved({str(one): partial(called, one) for one in choices}, 4)
-            order = sorted(choices, key=lambda one: median[str(one)])
-            chosen[size, pooling > 1] = order[0]
+            variants = {f"lookup {one}": partial(lookup, one) for one in every}
+            variants |= {f"fused {one}": partial(both, one) for one in every}
+            median = self.interleaved(variants, 4)
+            order = sorted(every, key=lambda one: median[f"lookup {one}"] + median[f"fused {one}"])
             moved = bags.values.numel() * (case.dim * size + 8) + local.nbytes
-            told[str(case)] = {str(one): moved / median[str(one)] / stream for one in order}
-            said(f"{case}: " + ", ".join(f"{one} {share:.2f}" for one, share in told[str(case)].items()))
+            told[f"{case} {what}"] = {
+                str(one): [moved / median[f"{kind} {one}"] / stream for kind in ("lookup", "fused")] for one in order
+            }
+            shares = (f"{one} {a:.2f} {b:.2f}" for one, (a, b) in told[f"{case} {what}"].items())
+            said(f"{case} {what}, lookup and fused of stream: " + ", ".join(shares))
+            return order[0]
+
+        for dtype, pooling in itertools.product(("float32", "bfloat16"), (1, 10)):
+            shapes = [(*one, 1) for one in (SHORT if pooling == 1 else LONG)]
+            best = tried(Case(2048, 16, 128, pooling, dtype, "uniform"), shapes, "shape")
+            orders = [(*best[:3], one) for one in TOGETHER]
+            best = tried(Case(2048, 64, 128, pooling, dtype, "uniform"), orders, "turns")
+            chosen[4 if dtype == "float32" else 2, pooling > 1] = best
         embedding_cuda.kernel_shape = shape_of
         return told
+
+    def load_fused(self, bags: Bags, layout: Layout, local: torch.Tensor) -> None:
+        """Compile what a fused call of these tables launches, without a word to anybody."""
+        plan = completed(Plan("fused", "peer", ((0, 1),), order=SLICES), layout.dims, local.itemsize, bags.mean_length)
+        rows = embedding_cuda.Slice(0, layout.room, 0, bags.samples)
+        columns = layout.columns[self.group.rank]
+        lookup = embedding_cuda.Lookup(self.fabric, bags, plan, columns)
+        lookup.exchange([rows], [], [], 1, local, only_load=True)
 
     def load(self, every: list[Case]) -> None:
         """Compile what the cases need: each rank some of it, and all find it."""
@@ -214,6 +272,7 @@ class Bench:
             plan = completed(Plan("serial", "peer", ((0, bags.samples),), order=SLICES), layout.dims, local.itemsize, 1)
             rows = embedding_cuda.Slice(0, one.dim, 0, bags.samples, source_stride=one.dim)
             embedding_cuda.Lookup(self.fabric, bags, plan, (0,)).spread([rows], local, only_load=True)
+            self.load_fused(bags, layout, local)
         torch.cuda.synchronize()
         self.group.barrier()
 
@@ -262,14 +321,27 @@ class Bench:
         assert same, f"{case}: fused and serial differ on rank {group.rank}"
         moved = bags.values.numel() * (case.dim * size + 8) + local.nbytes
         calls = max(1, min(40, int(3e-3 * 1e12 / moved)))
+        self.copied = 0
         median = self.interleaved(variants, calls)
+        copied = self.copied
         if host and sent <= HOST_BYTES:
-            calls = max(1, min(8, int(10e-3 * 12e9 / max(1, sent))))
-            median |= self.interleaved({
+            calls = max(2, min(8, int(10e-3 * 12e9 / max(1, sent))))
+            signaled = planned(HOST)
+            over_host = {
                 "host serial": called("serial:dma"), "host move": called("serial:dma", compute=False),
-                "host signaled": called(HOST), "host chunked": called("chunked:dma"),
-            }, calls)  # fmt: skip
-        return {"case": vars(case), "median": median, "bytes": moved, "sent": sent, "row": case.dim * size}
+                "host chunked": called("chunked:dma"), "host signaled": called(HOST),
+            }  # fmt: skip
+            for parts in HOST_PARCELS:
+                cut = replace(signaled, parcels=split(problem.m, parts))
+                if cut != signaled:
+                    over_host[f"host signaled {parts}"] = partial(
+                        embedding_run.run, fabric, bags, layout, batches, cut, like
+                    )
+            median |= self.interleaved(over_host, calls, in_graph=False)
+        return {
+            "case": vars(case), "median": median, "bytes": moved, "sent": sent, "row": case.dim * size,
+            "copied": copied,
+        }  # fmt: skip
 
 
 def rank_main(options: dict[str, Any]) -> dict[str, Any]:

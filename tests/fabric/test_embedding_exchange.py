@@ -66,29 +66,45 @@ class Words:
 
 
 def played(cuda: Any, seed: int, ranks: int, parcels: int, clear_late: bool = False) -> None:
-    """All ranks, several calls; every slice must find the place that its destination chose for that very call."""
+    """All ranks, several calls; every slice must find the place that its destination chose for that very call.
+
+    Calls of both kinds follow each other: with words that streams wait for, and as one kernel that waits itself.
+    """
     world = World()
-    memory = np.zeros((ranks, 2 * ranks * cuda.MOST_PARCELS), np.int32)
+    memory = [np.zeros((ranks, 2 * ranks * cuda.MOST_PARCELS), np.int32) for _ in range(2)]
     batches, held = [3, 2, 4, 1][:ranks], [True, seed % 3 > 0, True, True][:ranks]
     plan = Plan("fused", "peer", split(4, parcels), order=SLICES, own_last=True)
     places = np.full((ranks, 2, ranks, parcels), -1)  # the call that wrote a slice last
     for rank in range(ranks):
-        stream = world.new_stream()
+        stream, made = world.new_stream(), iter(memory)
         exchange = cuda.Exchange(
             SimpleNamespace(
                 group=SimpleNamespace(size=ranks, rank=rank),
-                signals=lambda count, stream=stream, rank=rank: Words(world, stream, memory, rank),
+                signals=lambda count, stream=stream, rank=rank, made=made: Words(world, stream, next(made), rank),
             )
         )
         here = [parcel for parcel, ranges in enumerate(chunks(batches, plan)) if ranges[rank][1]]
         sources = [one for one in range(ranks) if held[one] and one != rank]
         leaving = slices(batches, plan, rank) if held[rank] else ()
         for call in range(CALLS):
-            place = (call + rank) % 2
-            exchange.begin(place, sources, here, leaving)
+            place, in_kernel = (call + rank) % 2, (seed >> call) % 2 == 0
+            words = exchange.words("fused" if in_kernel else "serial")
+            if in_kernel:
+                for address in words.told(sources, here):
+                    world.write_value(stream, address, place + 1, 0)
+                for one in leaving:
+                    if one.destination != rank:
+                        world.wait_value(stream, words.choice(one.destination, one.parcel), 1, 0)
+            else:
+                words.begin(place, sources, here, leaving)
             for one in leaving:
-                _finish(world, stream, exchange, places, rank, one, call, clear_late)
-            exchange.arrived(sources, here)
+                _finish(world, stream, words, places, rank, one, call, place, clear_late)
+            if in_kernel:
+                for address in words.awaited(sources, here):
+                    world.wait_value(stream, address, 1, 0)
+                    world.write_value(stream, address, 0, 0)
+            else:
+                words.arrived(sources, here)
 
             def checked(rank: int = rank, place: int = place, call: int = call, here: Any = tuple(here)) -> None:
                 for source, parcel in itertools.product(range(ranks), here):
@@ -97,26 +113,31 @@ def played(cuda: Any, seed: int, ranks: int, parcels: int, clear_late: bool = Fa
 
             world.put(stream, checked)
     world.run(seed)
+    for part in memory:
+        assert not part[:, ranks * cuda.MOST_PARCELS :].any(), "every arrival is cleared"
+    assert not memory[1].any(), "in a kernel's words every choice is, too"
 
 
 def _finish(
-    world: World, stream: int, exchange: Any, places: Any, rank: int, one: Any, call: int, clear_late: bool
+    world: World, stream: int, words: Any, places: Any, rank: int, one: Any, call: int, own: int, clear_late: bool
 ) -> None:
-    choice = ctypes.c_int32.from_address(exchange.choice(one.destination, one.parcel))
-    full = ctypes.c_int32.from_address(exchange.signal(one.destination, one.parcel))
+    address = words.choice(one.destination, one.parcel)
+    choice = ctypes.c_int32.from_address(address) if address else ctypes.c_int32(own + 1)
+    signal = words.signal(one.destination, one.parcel)
+    assert (signal == 0) == (one.destination == rank)
 
     def clear() -> None:
         choice.value = 0
 
     def act() -> None:
         places[one.destination, choice.value - 1, rank, one.parcel] = call
-        if one.destination != rank:
+        if signal:
             if not clear_late:
                 clear()
-            full.value = 1
+            ctypes.c_int32.from_address(signal).value = 1
 
     world.put(stream, act)
-    if clear_late and one.destination != rank:
+    if clear_late and signal:
         world.put(stream, clear)
 
 
@@ -150,8 +171,19 @@ class _Space:
         return self.local.data_ptr()
 
 
-def one_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch, capturing: Sequence[bool] = (False,)) -> Any:
-    """An exchange of one rank whose workspace grows as a fabric's, and a torch that takes host memory for a GPU's."""
+class _Graph:
+    """A graph that is being captured; `is_gone` once nobody can replay it."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.is_gone = number, False
+
+
+def one_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch, capture: list[int] | None = None) -> Any:
+    """An exchange of one rank whose workspace grows as a fabric's, and a torch that takes host memory for a GPU's.
+
+    `capture`: the number of the one that calls are in, now.
+    """
+    capture = capture or [0]
     held: dict[str, _Space] = {}
 
     def workspace(purpose: str, nbytes: int) -> _Space:
@@ -167,7 +199,10 @@ def one_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch, capturing: Sequence[boo
 
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture[0] > 0)
+    monkeypatch.setattr(cuda.stream_memory, "current_stream", lambda device: 0)
+    monkeypatch.setattr(cuda.stream_memory, "capture_of", lambda stream: capture[0])
+    monkeypatch.setattr(cuda, "Captured", lambda stream: _Graph(capture[0]))
     group, device = SimpleNamespace(size=1, rank=0), torch.device("cpu")
     fabric = SimpleNamespace(group=group, device=device, workspace=workspace, signals=lambda count: None)
     return cuda.Exchange(fabric)
@@ -184,19 +219,62 @@ def test_a_narrow_call_leaves_a_wide_result_alone(cuda: Any, monkeypatch: pytest
     assert bool((wide.whole == 1).all())
 
 
+LAYOUT = Layout(((Piece(0, 10, 8),),))
+
+
 def test_a_captured_call_takes_no_place_that_another_may_get(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay writes to its place again, whoever holds a result by then."""
-    capturing = [True]
-    exchange, like, layout = one_rank(cuda, monkeypatch, capturing), torch.empty(0), Layout(((Piece(0, 10, 8),),))
-    captured = exchange.take(layout, [4], like)
-    result = captured.finish()
-    assert result.data_ptr() != captured.whole.data_ptr()
-    del result
-    capturing[0] = False
-    held = exchange.take(layout, [4], like)
-    held.whole.fill_(1)
-    captured.whole.fill_(2)  # a replay
-    assert bool((held.whole == 1).all())
+    """A replay writes to its place again, whoever holds a result by then; the result is that very place."""
+    capture = [7]
+    exchange, like = one_rank(cuda, monkeypatch, capture), torch.empty(0)
+    captured = exchange.take(LAYOUT, [4], like)
+    written = captured.whole.data_ptr()
+    assert captured.finish().data_ptr() == written
+    del captured  # as a caller does whose graph only has to be replayed
+    capture[0] = 0
+    held = exchange.take(LAYOUT, [4], like)
+    another = exchange.take(LAYOUT, [4], like)
+    capture[0] = 8
+    other = exchange.take(LAYOUT, [4], like)
+    assert len({written, *(one.whole.data_ptr() for one in (held, other))}) == 3
+    assert other.finish().data_ptr() not in (written, other.whole.data_ptr()), "a second graph copies out"
+    assert (held.place, another.place, other.place) == (1, 0, 0)
+
+
+def test_calls_of_one_capture_share_a_place_when_the_first_result_is_dropped(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, like = one_rank(cuda, monkeypatch, [7]), torch.empty(0)
+    first = exchange.take(LAYOUT, [4], like)
+    second = exchange.take(LAYOUT, [4], like)
+    assert (first.place, second.place) == (2, 0)
+    kept = first.finish(), second.finish()
+    assert kept[0].data_ptr() != kept[1].data_ptr(), "two results of one graph that are both kept"
+    del first, second, kept
+    assert exchange.take(LAYOUT, [4], like).place == 2
+
+
+def test_a_place_is_free_again_when_its_graph_and_its_result_are_gone(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture = [7]
+    exchange, like = one_rank(cuda, monkeypatch, capture), torch.empty(0)
+    kept = exchange.take(LAYOUT, [4], like).whole
+    exchange._graph.is_gone = True
+    capture[0] = 8
+    assert exchange.take(LAYOUT, [4], like).place == 0, "its result is still held"
+    del kept
+    again = exchange.take(LAYOUT, [4], like).place
+    assert again == 2
+
+
+def test_more_places_serve_more_graphs(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = [1]
+    monkeypatch.setattr(cuda, "PLACES", 5)
+    exchange, like = one_rank(cuda, monkeypatch, capture), torch.empty(0)
+    found = []
+    for capture[0] in (1, 2, 3, 4):
+        found.append(exchange.take(LAYOUT, [4], like).place)
+    assert found == [2, 3, 4, 0]
 
 
 def test_a_place_told_again_waits_for_the_stream_that_had_it(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,11 @@ def gradients(group: ut.Group) -> int:
 
 @check
 def captured_calls(group: ut.Group) -> int:
-    """A graph of two calls, replayed on new values: the second replay must not pass with the first one's signals."""
+    """A graph of two calls, replayed on new values: the second replay must not pass with the first one's signals.
+
+    Both results are kept, so they must not share memory; what an eager call gave before the replays stays as it was,
+    and eager calls between replays are right, too.
+    """
     if group.device.type != "cuda":
         return 0
     for strategy in ("fused:peer", "serial:peer", "signaled:dma"):
@@ -112,11 +117,13 @@ def captured_calls(group: ut.Group) -> int:
             ut.embedding_all_to_all(**given)
         group.fabric.settle()
         group.barrier()
+        eager = ut.embedding_all_to_all(**given)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             first = ut.embedding_all_to_all(**given)
             second = ut.embedding_all_to_all(**given)
-        want = wanted(group, case)
+        assert first.numel() == 0 or first.data_ptr() != second.data_ptr(), f"{strategy}: results share memory"
+        want = before = wanted(group, case)
         for scale in (1, 2, 3):
             for one in given["tables"]:
                 weight = one.weight if isinstance(one, Shard) else one
@@ -125,9 +132,60 @@ def captured_calls(group: ut.Group) -> int:
             group.fabric.settle()
             group.barrier()
             graph.replay()
+            graph.replay()
+            between = ut.embedding_all_to_all(**given)
+            graph.replay()
             group.fabric.settle()
             assert torch.equal(first, want), f"{strategy}: first, scale {scale}"
             assert torch.equal(second, want), f"{strategy}: second, scale {scale}"
+            assert torch.equal(between, want), f"{strategy}: between replays, scale {scale}"
+            assert torch.equal(eager, before), f"{strategy}: replays wrote into an eager call's result"
+            del between
+        del eager
+    return 3
+
+
+def wait_until_gone(group: ut.Group) -> None:
+    """The driver destroys a graph when it likes."""
+    from undertow.ops.embedding_peers import Exchange  # there is a driver
+
+    last, until = Exchange.of(group.fabric)._graph, time.monotonic() + 10  # type: ignore[arg-type]
+    while last is not None and not last.is_gone:
+        assert time.monotonic() < until, "a graph that nobody holds is not gone"
+        time.sleep(0.01)
+
+
+@check
+def captured_results_are_not_copied(group: ut.Group) -> int:
+    """Three graphs, one after the other: each has the place that is kept for captured calls, once the last is gone."""
+    if group.device.type != "cuda":
+        return 0
+    table = torch.ones(8, 4, device=group.device)
+    samples = 3 * group.size
+    values, offsets = torch.ones(samples, dtype=torch.int64), torch.arange(samples + 1)
+    given: dict[str, Any] = {
+        "tables": [table], "values": values.to(group.device), "offsets": offsets.to(group.device), "group": group,
+        "strategy": "fused:peer", "layout": ut.embedding_layout([table], group), "batches": [3] * group.size,
+    }  # fmt: skip
+    ut.embedding_all_to_all(**given)
+    group.fabric.settle()
+    places = set()
+    for turn in range(3):
+        wait_until_gone(group)
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            y = ut.embedding_all_to_all(**given)
+        table.fill_(turn + 1)
+        group.fabric.settle()
+        group.barrier()
+        graph.replay()
+        group.fabric.settle()
+        assert torch.equal(y, torch.full_like(y, turn + 1))
+        places.add(y.data_ptr())
+        group.barrier()
+        del y, graph
+    assert len(places) == 1, "the place of a graph that is gone was not found free"
     return 3
 
 
@@ -143,3 +201,34 @@ def wrong_indices_read_nothing(group: ut.Group) -> int:
     y = ut.embedding_all_to_all([table], values, offsets, group=group, strategy="fused:peer")
     assert torch.equal(y, torch.full_like(y, 2.0))
     return 1
+
+
+@torch.no_grad()
+def abandoned() -> str:
+    """The last rank does not come; the kernels of the others give up at the deadline, and the group fails."""
+    group = ut.init()
+    table = torch.ones(8, 4, device=group.device)
+    samples = 3 * group.size
+    given: dict[str, Any] = {
+        "tables": [table], "values": torch.ones(samples, dtype=torch.int64, device=group.device),
+        "offsets": torch.arange(samples + 1, device=group.device), "group": group, "strategy": "fused:peer",
+        "layout": ut.embedding_layout([table], group), "batches": [3] * group.size,
+    }  # fmt: skip
+    ut.embedding_all_to_all(**given)
+    group.fabric.settle()
+    group.barrier()
+    group.deadline = 4.0  # only now: the first call compiles
+    if group.rank == group.size - 1:
+        time.sleep(9)
+        return "slept"
+    began = time.monotonic()
+    y = ut.embedding_all_to_all(**given)
+    torch.cuda.synchronize()
+    took = time.monotonic() - began
+    assert 3 < took < 9, took
+    assert bool(torch.isnan(y).all()), "the output of an aborted call was not poisoned"
+    until = time.monotonic() + 3
+    while not group.failed and time.monotonic() < until:
+        time.sleep(0.05)
+    assert group.failed, "nobody noticed"
+    return f"failed after {took:.1f} s"

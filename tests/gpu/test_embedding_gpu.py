@@ -15,3 +15,9 @@ def test_every_check(ranks: int) -> None:
     found = ut.launch(embedding_checks.run, ranks, device="cuda", args=(names,), deadline=60)[0]
     assert found["random_problems"] == 24
     assert found["gradients"] > 0
+    assert found["captured_calls"] == found["captured_results_are_not_copied"] == 3
+
+
+def test_a_rank_that_does_not_come_is_noticed_at_the_deadline() -> None:
+    results = ut.launch(embedding_checks.abandoned, 2, device="cuda", deadline=60)
+    assert "failed after" in results[0], results

@@ -65,7 +65,7 @@ def slice_list(parts: list[dict[str, int]], tables: int, block: int) -> torch.Te
 
 
 def launch(tables, values, offsets, weights, slices, about, ctas: int, origin: int = 0, **constants) -> None:
-    kinds = {"BAGS": 4, "COLUMNS": 8, "UNROLL": 2, "ALIGNMENT": 1, "MEAN": False, "WHOLE": False}
+    kinds = {"BAGS": 4, "COLUMNS": 8, "UNROLL": 2, "ALIGNMENT": 1, "MEAN": False, "WHOLE": False, "TOGETHER": 1}
     kinds |= {"WEIGHTS": weights is not None} | constants
     embedding.pool_kernel[(ctas,)](
         tables[0], slices, about, values, offsets, values if weights is None else weights,
@@ -96,6 +96,22 @@ def test_pooled_rows(dtype: torch.dtype, index: torch.dtype, mean: bool, weighte
     assert torch.allclose(places[1, :, :width].double(), want, rtol=limit, atol=limit)
     assert (places[1, :, width:] == POISON).all()
     assert (places[[0, 2]] == POISON).all()
+
+
+@pytest.mark.parametrize("together", [2, 3, 8])
+@pytest.mark.parametrize("ctas", [1, 4])
+def test_tables_that_take_turns(together: int, ctas: int) -> None:
+    """Every item once, whatever the order: more tables than take turns, fewer, and a group that is not full."""
+    dims, samples = [8, 4, 12, 3, 8], 13
+    tables, values, offsets, _ = tables_and_bags(dims, samples, 5, torch.float32, torch.int64, seed=together)
+    width = sum(dims)
+    out = torch.full((samples, width), POISON)
+    parts = [
+        {"address": out.data_ptr() + 4 * width * first, "stride": width, "first": first, "bags": bags}
+        for first, bags in ((6, 7), (0, 6))
+    ]
+    launch(tables, values, offsets, None, slice_list(parts, 5, 4), table_list(tables, samples), ctas, TOGETHER=together)
+    assert torch.equal(out.double(), wanted(tables, values, offsets, None, samples, False))
 
 
 def test_what_is_out_of_range_counts_as_absent() -> None:

@@ -21,7 +21,7 @@ SIZES = {"*fp32": 4, "*bf16": 2, "*fp16": 2}
 
 
 def compiled(
-    dtype: str = "*fp32", dim: int = 128, length: float = 10, target: str = "sm_90", **changes: Any
+    dtype: str = "*fp32", dim: int = 128, length: float = 10, target: str = "sm_90", peers: bool = False, **changes: Any
 ) -> CompiledKernel:
     """As `ops/embedding_cuda.py` launches it for tables of one dim."""
     plan = completed(Plan("fused", "peer", ((0, 8),), order=SLICES), [dim], SIZES[dtype], length)
@@ -35,8 +35,13 @@ def compiled(
     types = {
         **dict.fromkeys(("slices", "tables", "values", "offsets"), "*i64"), "like": dtype, "weights": "*fp32",
         "tickets": "*i32", "slice_count": "i32", "value_count": "i64",
-        "origin": "i64", "words": "i64",
     }  # fmt: skip
+    if peers:
+        types |= {"words": "*i64", "told": "i32", "awaited": "i32", "place": "i32", "out": "i64", "out_bytes": "i64",
+                  "abort": "*i32", "error": "*i32", "deadline_ns": "i64"}  # fmt: skip
+        constants["LANES"] = 32 * warps
+        return compile_kernel(embedding.exchange_kernel, types, constants, target, warps, maxnreg=shape.registers)
+    types |= {"origin": "i64", "words": "i64"}
     return compile_kernel(embedding.pool_kernel, types, constants, target, warps, maxnreg=shape.registers)
 
 
@@ -50,8 +55,9 @@ def spread(dtype: str = "*fp32", target: str = "sm_90") -> CompiledKernel:
 @pytest.mark.parametrize("dtype", list(SIZES)[:2])
 @pytest.mark.parametrize("length", [1, 70])
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=pytest.mark.nightly), 128, 256])
-def test_16_bytes_at_a_time_and_nothing_is_spilled(dtype: str, length: float, dim: int) -> None:
-    made = compiled(dtype, dim, length)
+@pytest.mark.parametrize("peers", [False, True])
+def test_16_bytes_at_a_time_and_nothing_is_spilled(dtype: str, length: float, dim: int, peers: bool) -> None:
+    made = compiled(dtype, dim, length, peers=peers)
     assert made.spills == 0
     shape = kernel_shape(
         completed(Plan("fused", "peer", ((0, 8),), order=SLICES), [dim], SIZES[dtype], length), SIZES[dtype]
@@ -60,29 +66,53 @@ def test_16_bytes_at_a_time_and_nothing_is_spilled(dtype: str, length: float, di
     rows = shape.ahead * shape.bags * dim * SIZES[dtype] // (128 * 16)  # loads of a thread for one step
     assert made.ptx.count("ld.global.v4") == rows
     narrow = re.findall(r"st\.global\.b(?:16|32)\b|st\.global\.v2", made.ptx)
-    assert narrow == ["st.global.b32"] * 2, "only the ticket and the choice are stored by themselves"
+    alone = 2 if not peers else 5
+    assert narrow == ["st.global.b32"] * alone, "only tickets, choices and arrivals are stored by themselves"
+
+
+@pytest.mark.parametrize("peers", [False, True])
+def test_tables_that_take_turns_cost_no_spills(peers: bool) -> None:
+    for dtype in list(SIZES)[:2]:
+        assert compiled(dtype, 128, 1, peers=peers, TOGETHER=8).spills == 0
 
 
 @pytest.mark.parametrize("target", NIGHTLY_TARGETS)
-@pytest.mark.parametrize("kernel", ["pool", "weighted mean", "any dims", "spread"])
+@pytest.mark.parametrize("kernel", ["pool", "weighted mean", "any dims", "spread", "exchange", "exchange, any dims"])
 def test_the_signal_covers_the_slice(kernel: str, target: str) -> None:
-    """Every store of a slice, a barrier, an acquire-release ticket, and the last one's release at system scope."""
+    """Every store of a slice, a barrier, an acquire-release ticket, and the last one's release at system scope.
+
+    The kernel that is a whole call has one more of each: the ticket of its end, and the words that tell its place.
+    """
+    anything: dict[str, Any] = {"WHOLE": False, "ALIGNMENT": 1}
     changes: dict[str, dict[str, Any]] = {
-        "pool": {}, "weighted mean": {"WEIGHTS": True, "MEAN": True}, "any dims": {"WHOLE": False, "ALIGNMENT": 1},
+        "pool": {}, "weighted mean": {"WEIGHTS": True, "MEAN": True}, "any dims": anything,
+        "exchange": {"peers": True}, "exchange, any dims": {**anything, "peers": True},
     }  # fmt: skip
     made = spread(target=target) if kernel == "spread" else compiled(target=target, **changes[kernel])
     assert check_release_order(made.ptx) == []
     assert check_acquire_order(made.ptx) == []
+    each = 2 if kernel.startswith("exchange") else 1
     assert (
         made.ptx.count("atom.global.sys.acq_rel")
         + made.ptx.count("atom.acq_rel.sys")
         + made.ptx.count("atom.global.acq_rel.sys")
-        == 1
+        == each
     ), [line for line in made.ptx.splitlines() if "atom" in line]
-    assert made.ptx.count("st.release.sys.global.b32") == 1
+    assert made.ptx.count("st.release.sys.global.b32") == each
+    assert made.ptx.count("ld.acquire.sys.global.b32") == (2 if each == 2 else 0), "places told, slices arrived"
 
 
-@pytest.mark.parametrize("name", ["interpreted_embedding.py", "interpreted_embedding_ops.py"])
+@pytest.mark.parametrize("target", NIGHTLY_TARGETS)
+def test_a_place_is_told_before_anything_waits(target: str) -> None:
+    """The first release of the kernel stands before its first acquire: no CTA that others wait for waits itself."""
+    text = compiled(target=target, peers=True).ptx
+    told, waits = text.index("st.release.sys.global.b32"), text.index("ld.acquire.sys.global.b32")
+    assert told < waits < text.index("ld.global.v4")
+
+
+@pytest.mark.parametrize(
+    "name", ["interpreted_embedding.py", "interpreted_embedding_ops.py", "interpreted_embedding_calls.py"]
+)
 def test_arithmetic(name: str) -> None:
     folder = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name)]

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from undertow.plan import flash_overlap, pipeline
+from undertow.plan.defaults import default_plan
 from undertow.plan.interference import Effect, Interference
 from undertow.plan.machine import Machine
 from undertow.plan.pipeline import Step
-from undertow.plan.plan import OPERATORS, Plan, Share
+from undertow.plan.plan import OPERATORS, Plan, Share, split
 from undertow.plan.predict import predict
 from undertow.plan.problem import Problem
 from undertow.plan.search import Grouping, best_cuts, best_parcels, candidates, fewer_cuts, fixed, ranked, wave_cuts
@@ -186,3 +187,32 @@ def test_flash_overlap_by_hand() -> None:
     parcels = flash_overlap.choose(40, 12, 4.0, lambda held: 0.1 + 0.05 * held)
     assert parcels[-1] == (30, 40)
     assert flash_overlap.choose(40, 12, 4.0, lambda held: 100.0) == ((0, 40),)
+
+
+@pytest.mark.parametrize("k", [1, 4, 16])
+@pytest.mark.parametrize("m", [8192, 8197, 32768])
+def test_lookups_before_a_slow_link_begin_and_end_with_little(m: int, k: int) -> None:
+    """Half as many copies as eight equal parts, and predicted to end no later than those or four equal ones."""
+    problem = machines.problem("embedding_all_to_all", m=m, n=2048, k=k, dtype="float32")
+    plan, machine = default_plan(problem, "signaled", "dma"), machines.machine()
+    assert [stop - start for start, stop in plan.parcels] == pytest.approx([m / 8, 3 * m / 8, 3 * m / 8, m / 8], abs=1)
+    plan.check_rows(m)
+    for parts in (4, 8):
+        equal = dataclasses.replace(plan, parcels=split(m, parts))
+        assert predict(problem, plan, machine).total <= predict(problem, equal, machine).total
+    found = fixed(problem, machine, "dma")
+    assert found["signaled tapered"] == plan
+    assert {"signaled 2", "signaled 4", "signaled 8"} <= set(found)
+
+
+def test_long_bags_and_few_rows_are_cut_evenly() -> None:
+    long = machines.problem("embedding_all_to_all", m=8192, n=2048, k=64, dtype="float32")
+    assert default_plan(long, "signaled", "dma").parcels == split(8192, 8)
+    few = machines.problem("embedding_all_to_all", m=2048, n=256, k=1, dtype="float32")
+    assert default_plan(few, "signaled", "dma").parcels == split(2048, 2)
+    for lane in ("peer", "net"):
+        other = machines.problem("embedding_all_to_all", m=8192, n=2048, k=1, dtype="float32")
+        assert default_plan(other, "signaled", lane).parcels == split(8192, 8)
+    for m in (1, 2, 7, 9):
+        tiny = machines.problem("embedding_all_to_all", m=m, n=1 << 22, k=1, dtype="float32")
+        default_plan(tiny, "signaled", "dma").check_rows(m)

@@ -95,7 +95,7 @@ _copy_rows = _driver["cuMemcpy2DAsync_v2"]
 _to_host, _to_device = _driver["cuMemcpyDtoHAsync_v2"], _driver["cuMemcpyHtoDAsync_v2"]
 
 
-def _check(code: int, rank: int | str = "unknown") -> None:
+def check(code: int, rank: int | str = "unknown") -> None:
     """Raise the error of a driver call: `DeviceLost` where the context is gone."""
     if code == 0:
         return
@@ -145,7 +145,7 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     handle = c_void_p()
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # the driver needs torch's context, current on this thread
-        _check(_driver["cuStreamCreateWithPriority"](ctypes.byref(handle), _NON_BLOCKING, priority))
+        check(_driver["cuStreamCreateWithPriority"](ctypes.byref(handle), _NON_BLOCKING, priority))
     stream = torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
     weakref.finalize(stream, _driver["cuStreamDestroy_v2"], handle.value).atexit = False
     return stream
@@ -155,14 +155,14 @@ def write(stream: int, address: int, value: int) -> None:
     """Set the word at `address` when `stream` gets there. Releases what the stream did before."""
     code = _write(stream, address, value & 0xFFFFFFFF, 0)
     if code:
-        _check(code)
+        check(code)
 
 
 def wait(stream: int, address: int, target: int) -> None:
     """Hold `stream` until the word at `address` reaches `target`. Acquires. Occupies no SM."""
     code = _wait(stream, address, target & 0xFFFFFFFF, _AT_LEAST)
     if code:
-        _check(code)
+        check(code)
 
 
 def packed(operations: Sequence[tuple[bool, int, int]]) -> bytes:
@@ -185,7 +185,7 @@ def batch(stream: int, operations: bytes) -> None:
         return
     code = _batch(stream, count, operations, 0)
     if code:
-        _check(code)
+        check(code)
 
 
 def new_event(device: torch.device) -> int:
@@ -193,7 +193,7 @@ def new_event(device: torch.device) -> int:
     handle = c_void_p()
     with torch.cuda.device(device):
         torch.cuda.synchronize(device)  # the driver needs torch's context, current on this thread
-        _check(_driver["cuEventCreate"](ctypes.byref(handle), _DISABLE_TIMING))
+        check(_driver["cuEventCreate"](ctypes.byref(handle), _DISABLE_TIMING))
     assert handle.value is not None
     return handle.value
 
@@ -202,21 +202,21 @@ def after(stream: int, other: int, event: int) -> None:
     """What `stream` does next comes after what `other` was given so far. `event` is free again at once."""
     code = _record(event, other) or _wait_event(stream, event, 0)
     if code:
-        _check(code)
+        check(code)
 
 
 def record(stream: int, event: int) -> None:
     """Let `event` stand for what `stream` was given so far."""
     code = _record(event, stream)
     if code:
-        _check(code)
+        check(code)
 
 
 def wait_event(stream: int, event: int) -> None:
     """What `stream` does next comes after what `event` stands for."""
     code = _wait_event(stream, event, 0)
     if code:
-        _check(code)
+        check(code)
 
 
 @contextlib.contextmanager
@@ -238,32 +238,39 @@ def is_capturing() -> bool:
 
 @cache
 def _capture_info() -> Any:
-    """Found at its first use: of all functions here only the torch backend needs it."""
+    """Found at its first use: few need it."""
     function = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-    function.argtypes = [c_void_p, ctypes.POINTER(c_int), ctypes.POINTER(c_uint64), c_void_p, c_void_p, c_void_p]
+    to = ctypes.POINTER
+    function.argtypes = [c_void_p, to(c_int), to(c_uint64), to(c_void_p), c_void_p, c_void_p]
     function.restype = c_int
     return function
 
 
 def capture_of(stream: int) -> int:
     """The number of the capture that `stream` is in, different for every capture of the process; 0 for none."""
-    status, number = c_int(), c_uint64()
-    _check(_capture_info()(stream, ctypes.byref(status), ctypes.byref(number), None, None, None))
-    return number.value if status.value == _CAPTURING else 0
+    return captured_graph(stream)[0]
+
+
+def captured_graph(stream: int) -> tuple[int, int]:
+    """That number, and the handle of the graph that is being captured; zeros for none."""
+    status, number, graph = c_int(), c_uint64(), c_void_p()
+    found = ctypes.byref(status), ctypes.byref(number), ctypes.byref(graph)
+    check(_capture_info()(stream, *found, None, None))
+    return (number.value, graph.value or 0) if status.value == _CAPTURING else (0, 0)
 
 
 def to_host(stream: int, host: int, device: int, size: int) -> None:
     """Copy by a copy engine, device to host, in the order of `stream`."""
     code = _to_host(host, device, size, stream)
     if code:
-        _check(code)
+        check(code)
 
 
 def to_device(stream: int, device: int, host: int, size: int) -> None:
     """Copy by a copy engine, host to device, in the order of `stream`."""
     code = _to_device(device, host, size, stream)
     if code:
-        _check(code)
+        check(code)
 
 
 class Rows(NamedTuple):
@@ -293,23 +300,23 @@ class Rows(NamedTuple):
         if self.height == 1:
             to_host(stream, self.host, self.device, self.size)
         else:
-            _check(_copy_rows(_ROWS.pack(*self._on_device, *self._on_host, self.size, self.height), stream))
+            check(_copy_rows(_ROWS.pack(*self._on_device, *self._on_host, self.size, self.height), stream))
 
     def arrive(self, stream: int) -> None:
         """The same, host to device."""
         if self.height == 1:
             to_device(stream, self.device, self.host, self.size)
         else:
-            _check(_copy_rows(_ROWS.pack(*self._on_host, *self._on_device, self.size, self.height), stream))
+            check(_copy_rows(_ROWS.pack(*self._on_host, *self._on_device, self.size, self.height), stream))
 
 
 def register(address: int, size: int) -> None:
     """Pin host memory of any origin and map it into the device, at the same address."""
-    _check(_driver["cuMemHostRegister_v2"](address, size, _PORTABLE_AND_MAPPED))
+    check(_driver["cuMemHostRegister_v2"](address, size, _PORTABLE_AND_MAPPED))
 
 
 def unregister(address: int) -> None:
-    _check(_driver["cuMemHostUnregister"](address))
+    check(_driver["cuMemHostUnregister"](address))
 
 
 def query(stream: int, rank: int) -> bool:
@@ -317,10 +324,10 @@ def query(stream: int, rank: int) -> bool:
     code = _driver["cuStreamQuery"](stream)
     if code == _NOT_READY:
         return False
-    _check(code, rank)
+    check(code, rank)
     return True
 
 
 def allow_other_captures() -> None:
     """Let this thread make calls while another thread captures a graph; the capture is not ours to break."""
-    _check(_driver["cuThreadExchangeStreamCaptureMode"](ctypes.byref(c_int(_CAPTURE_MODE_RELAXED))))
+    check(_driver["cuThreadExchangeStreamCaptureMode"](ctypes.byref(c_int(_CAPTURE_MODE_RELAXED))))

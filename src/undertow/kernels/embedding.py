@@ -23,8 +23,20 @@ fixed turns, slice after slice in the order of the list: remote ones first, says
 
 Memory ordering. CTAs store a slice's rows with ordinary stores. Each CTA that had items in the slice then takes a
 ticket (a CTA barrier, and an acquire-release add at system scope), so the last one has acquired the stores of all; its
-release of the signal, at system scope, publishes them to whoever acquires it: a stream's wait at the destination.
-Tickets are zero again afterwards and a signal is only ever set to 1 here, so a graph can replay the launch.
+release of the signal, at system scope, publishes them to whoever acquires it: a stream's wait at the destination, or
+that of its `exchange_kernel`. Tickets are zero again afterwards and a signal is only ever set to 1 here, so a graph can
+replay the launch.
+
+`pool_kernel` and `spread_kernel` run between waits of their stream. `exchange_kernel` is a whole call: it tells its
+place to the sources, waits for the places of others, and for what others send it.
+
+    CTA 0      tell this rank's place                   (releases: what used the place before is done, says the launch)
+    every CTA  wait until the destinations of its items told theirs (acquires), pool
+    the last   wait until all slices for this rank are there (acquires), clear those words
+
+No CTA waits for one that a waiting CTA could keep from running. Its grid fits on the GPU at once, so the CTAs of a rank
+never take the room of its CTA 0, which waits for nothing before it has told; and who waits for slices is the last CTA
+of its rank: all others are done by then.
 
 No index reads outside its table and no offset outside `values`: what is out of range counts as absent.
 """
@@ -32,7 +44,19 @@ No index reads outside its table and no offset outside `values`: what is out of 
 import triton
 import triton.language as tl
 
-from .signals import signal_set
+from .interpret import poll
+from .poison import fill
+from .signals import (
+    ABORTED,
+    ARRIVED,
+    LAST,
+    LATE,
+    NOT_LAST,
+    last_to_finish,
+    report_error,
+    signal_set,
+    signal_set_each,
+)
 
 SLICE_WORDS = 11
 TABLE_WORDS = 8
@@ -57,15 +81,17 @@ def _complete(ticket, participants, signal, choice):
 
 
 @triton.jit
-def _destination(entry, origin, element: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Where a slice's first row goes.
+def _destination(entry, origin, own, element: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Where a slice's first row goes; `own` (1 for the first, or None): its place where there is no word of choice.
 
-    The word of choice was acquired by the stream's wait before this launch and is cleared by the slice's last CTA.
+    The word was acquired before, by the stream's wait or by `_await`, and is cleared by the slice's last CTA.
     """
     address, choice = tl.load(entry) + origin, tl.load(entry + 9)
     if choice != 0:
         place = tl.load(choice.to(tl.pointer_type(tl.int32)), volatile=True).to(tl.int64) - 1
         address += place * tl.load(entry + 10) * (element.primitive_bitwidth // 8)
+    elif own is not None:
+        address += (own - 1).to(tl.int64) * tl.load(entry + 10) * (element.primitive_bitwidth // 8)
     return tl.multiple_of(address.to(tl.pointer_type(element)), ALIGNMENT * (element.primitive_bitwidth // 8))
 
 
@@ -113,16 +139,75 @@ def _pooled(
     return total
 
 
-_POOL = ["like", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count", "origin",
-         "words"]  # fmt: skip
+@triton.jit
+def _first_item(begin, program, programs):
+    """Of a CTA in a slice with so many items before it: turns go on from slice to slice."""
+    return (program - begin % programs + programs) % programs
 
 
-@triton.jit(do_not_specialize=_POOL)
+@triton.jit
+def _item(item, items, blocks, TOGETHER: tl.constexpr):
+    """The table and the block of bags of an item: TOGETHER tables take turns, so that neighbours in a row of the
+    destination are stored at about the same time; with 1, the blocks of a table follow each other."""
+    if TOGETHER == 1:
+        return item // blocks, item % blocks
+    tables = items // blocks
+    first = item // (TOGETHER * blocks) * TOGETHER
+    turn = tl.minimum(tables - first, TOGETHER)
+    rest = item - first * blocks
+    return first + rest % turn, rest // turn
+
+
+@triton.jit
+def _pool_items(
+    entry, destination, mine, items, programs, tables, values, offsets, weights, value_count, element: tl.constexpr,
+    BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ALIGNMENT: tl.constexpr, MEAN: tl.constexpr,
+    WEIGHTS: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Items `mine`, `mine` + `programs`, ... of the slice at `entry`, whose first row goes to `destination`."""
+    destination_stride, first, bags = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
+    blocks = tl.cdiv(bags, BAGS)
+    for item in range(mine, items, programs):
+        number, block = _item(item, items, blocks, TOGETHER)
+        about = tables + number * _TABLE
+        table = tl.load(about).to(tl.pointer_type(element))
+        rows, stride, column = tl.load(about + 1), tl.load(about + 3), tl.load(about + 4)
+        offset, first_row = tl.load(about + 5), tl.load(about + 6)
+        bag = block * BAGS + tl.arange(0, BAGS)[:, None]
+        present = bag < bags
+        places = offsets + (offset + first + bag)
+        start = tl.load(places, mask=present, other=0).to(tl.int64)
+        stop = tl.load(places + 1, mask=present, other=0).to(tl.int64)
+        start = tl.minimum(tl.maximum(start, 0), value_count)
+        length = tl.maximum(tl.minimum(stop, value_count) - start, 0).to(tl.int32)
+        table = tl.multiple_of(table, ALIGNMENT * (element.primitive_bitwidth // 8))
+        stride, column = tl.multiple_of(stride, ALIGNMENT), tl.multiple_of(column, ALIGNMENT)
+        destination_stride = tl.multiple_of(destination_stride, ALIGNMENT)
+        dim = COLUMNS if WHOLE else tl.multiple_of(tl.load(about + 2), ALIGNMENT).to(tl.int32)
+        for left in range(0, dim, COLUMNS):
+            across = left + tl.arange(0, COLUMNS)[None, :]
+            mask = across < dim
+            if WHOLE:
+                mask = tl.full((1, COLUMNS), True, tl.int1)
+            total = _pooled(
+                values, weights, table, first_row, rows, stride, start, length, across, mask, ALIGNMENT, WEIGHTS,
+                UNROLL, BAGS, COLUMNS,
+            )  # fmt: skip
+            if MEAN:
+                total /= tl.maximum(length, 1).to(tl.float32)
+            to = destination + (bag.to(tl.int64) * destination_stride + (column + across))
+            tl.store(to, total.to(element), mask=present & mask)
+
+
+_POOL = ["like", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count"]
+
+
+@triton.jit(do_not_specialize=[*_POOL, "origin", "words"])
 def pool_kernel(
     like, slices, tables, values, offsets, weights, tickets, slice_count: tl.int32, value_count: tl.int64,
     origin: tl.int64, words: tl.int64,
-    BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ALIGNMENT: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTS: tl.constexpr, WHOLE: tl.constexpr,
+    BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, TOGETHER: tl.constexpr, ALIGNMENT: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """`like` only tells the dtype of rows and results. ALIGNMENT: elements that every address is a multiple of.
 
@@ -133,44 +218,139 @@ def pool_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     for number in range(slice_count):
         entry = slices + number * _SLICE
-        destination = _destination(entry, origin, element, ALIGNMENT)
-        destination_stride, first, bags = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
+        destination = _destination(entry, origin, None, element, ALIGNMENT)
         begin, items = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
-        blocks = tl.cdiv(bags, BAGS)
-        mine = (program - begin % programs + programs) % programs  # turns go on from slice to slice
-        for item in range(mine, items, programs):
-            about = tables + item // blocks * _TABLE
-            block = (item % blocks) * BAGS
-            table = tl.load(about).to(tl.pointer_type(element))
-            rows, dim, stride, column = tl.load(about + 1), tl.load(about + 2), tl.load(about + 3), tl.load(about + 4)
-            offset, first_row = tl.load(about + 5), tl.load(about + 6)
-            bag = block + tl.arange(0, BAGS)[:, None]
-            present = bag < bags
-            places = offsets + (offset + first + bag)
-            start = tl.load(places, mask=present, other=0).to(tl.int64)
-            stop = tl.load(places + 1, mask=present, other=0).to(tl.int64)
-            start = tl.minimum(tl.maximum(start, 0), value_count)
-            length = tl.maximum(tl.minimum(stop, value_count) - start, 0).to(tl.int32)
-            table = tl.multiple_of(table, ALIGNMENT * (element.primitive_bitwidth // 8))
-            stride, column = tl.multiple_of(stride, ALIGNMENT), tl.multiple_of(column, ALIGNMENT)
-            destination_stride = tl.multiple_of(destination_stride, ALIGNMENT)
-            dim = tl.multiple_of(dim, ALIGNMENT).to(tl.int32)
-            for left in range(0, dim, COLUMNS):
-                across = left + tl.arange(0, COLUMNS)[None, :]
-                mask = across < dim
-                if WHOLE:
-                    mask = tl.full((1, COLUMNS), True, tl.int1)
-                total = _pooled(
-                    values, weights, table, first_row, rows, stride, start, length, across, mask, ALIGNMENT, WEIGHTS,
-                    UNROLL, BAGS, COLUMNS,
-                )  # fmt: skip
-                if MEAN:
-                    total /= tl.maximum(length, 1).to(tl.float32)
-                to = destination + (bag.to(tl.int64) * destination_stride + (column + across))
-                tl.store(to, total.to(element), mask=present & mask)
+        mine = _first_item(begin, program, programs)
+        _pool_items(
+            entry, destination, mine, items, programs, tables, values, offsets, weights, value_count, element,
+            BAGS, COLUMNS, UNROLL, ALIGNMENT, MEAN, WEIGHTS, WHOLE, TOGETHER,
+        )  # fmt: skip
         signal = tl.load(entry + 4)
         if (signal != 0) & (mine < items):
             _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal + words, tl.load(entry + 9))
+
+
+@triton.jit
+def _tell(words, count, value, LANES: tl.constexpr):
+    """Store `value` to all of these words of peers. Releases, at system scope, what the launch is ordered behind: all
+    that the stream did with the place before."""
+    for first in range(0, count, LANES):
+        lanes = first + tl.arange(0, LANES)
+        wanted = lanes < count
+        address = tl.load(words + lanes, mask=wanted, other=0)
+        signal_set_each(address.to(tl.pointer_type(tl.int32)), value, wanted)
+
+
+@triton.jit
+def _await(slices, slice_count, watch, LANES: tl.constexpr):
+    """Wait until the destinations of this CTA's slices have told their places, a thread for each. Returns the status.
+
+    Of slices in which it has items only: the word of another one may be cleared again by the time this CTA looks.
+    Acquires, at system scope, that nothing reads those places any more; the barrier gives it to every thread.
+
+    One thread of CTA 0 looks at the abort word also where nothing has to be waited for: words that a failed call left
+    behind satisfy the waits of the next. One, and while the others poll, as that word lies across PCIe; and what it
+    finds is the CTA's by the reduction, since threads that each looked for themselves might differ.
+    """
+    abort, _, deadline_ns = watch
+    status = 0
+    for first in range(0, tl.maximum(slice_count, 1), LANES):
+        lanes = first + tl.arange(0, LANES)
+        looks = (lanes == 0) & (tl.program_id(0) == 0)
+        aborted = tl.load(abort + tl.zeros([LANES], tl.int32), mask=looks, other=0, volatile=True)
+        entry, here = slices + lanes * _SLICE, lanes < slice_count
+        choice = tl.load(entry + 9, mask=here, other=0)
+        begin, items = tl.load(entry + 5, mask=here, other=0), tl.load(entry + 6, mask=here, other=0)
+        mine = _first_item(begin.to(tl.int32), tl.program_id(0), tl.num_programs(0))
+        wanted = (choice != 0) & (mine < items.to(tl.int32))
+        told = tl.full([LANES], 1, tl.int32)
+        found = poll(choice.to(tl.pointer_type(tl.int32)), told, wanted, abort, deadline_ns)
+        tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
+        status = tl.maximum(status, tl.max(tl.maximum(found, tl.where(aborted != 0, ABORTED, ARRIVED)), axis=0))
+    return status
+
+
+@triton.jit
+def _take(words, count, watch, LANES: tl.constexpr):
+    """Wait until all of these words of this rank are 1, a thread each, and clear them. Returns the status.
+
+    Acquires, at system scope, the slices whose sources released them; the end of the kernel gives them to what follows
+    on the stream. Clearing comes before the next call of this stream tells its place, and nobody sets a word again
+    before it was told.
+    """
+    abort, _, deadline_ns = watch
+    status = 0
+    for first in range(0, count, LANES):
+        lanes = first + tl.arange(0, LANES)
+        wanted = lanes < count
+        word = tl.load(words + lanes, mask=wanted, other=0).to(tl.pointer_type(tl.int32))
+        found = poll(word, tl.full([LANES], 1, tl.int32), wanted, abort, deadline_ns)
+        tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
+        tl.store(word, 0, mask=wanted & (found == ARRIVED))
+        status = tl.maximum(status, tl.max(found, axis=0))
+    return status
+
+
+@triton.jit
+def _report(status, watch):
+    """Tell the host of a wait that failed. One that was late makes all others of this rank give up."""
+    abort, error, _ = watch
+    report_error(error, status)
+    if status == LATE:
+        report_error(abort, 1)
+
+
+@triton.jit(do_not_specialize=[*_POOL, "words", "told", "awaited", "place", "out", "out_bytes", "abort", "error",
+                               "deadline_ns"])  # fmt: skip
+def exchange_kernel(
+    like, slices, tables, values, offsets, weights, tickets, slice_count: tl.int32, value_count: tl.int64,
+    words, told: tl.int32, awaited: tl.int32, place: tl.int32, out: tl.int64, out_bytes: tl.int64, abort, error,
+    deadline_ns: tl.int64,
+    BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, TOGETHER: tl.constexpr, ALIGNMENT: tl.constexpr,
+    MEAN: tl.constexpr, WEIGHTS: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Pool into the places of all ranks, and wait until this rank's own is full: a whole call, and it poisons itself.
+
+    `words`: addresses, first of the `told` words at sources that learn `place` (1 for the first), then of the `awaited`
+    ones that sources set here. Where a slice has no word of choice, its place is this rank's own. `out`, `out_bytes`:
+    the result, filled with ones if the call fails. LANES: threads of a CTA. One ticket more than there are slices.
+
+    Every wait ends with its deadline or the abort word. What fails is reported and told to the last CTA by the ticket;
+    that one has acquired all stores of its rank's CTAs, so that none of them comes after the poison.
+    """
+    element: tl.constexpr = like.dtype.element_ty
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    watch = (abort, error, deadline_ns)
+    if program == 0:
+        _tell(words, told, place, LANES)
+    status = _await(slices, slice_count, watch, LANES)
+    for number in range(tl.where(status == ARRIVED, slice_count, 0)):
+        entry = slices + number * _SLICE
+        destination = _destination(entry, 0, place, element, ALIGNMENT)
+        begin, items = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
+        mine = _first_item(begin, program, programs)
+        _pool_items(
+            entry, destination, mine, items, programs, tables, values, offsets, weights, value_count, element,
+            BAGS, COLUMNS, UNROLL, ALIGNMENT, MEAN, WEIGHTS, WHOLE, TOGETHER,
+        )  # fmt: skip
+        signal = tl.load(entry + 4)
+        if (signal != 0) & (mine < items):
+            _complete(tickets + number * _TICKET, tl.minimum(programs, items), signal, tl.load(entry + 9))
+    if status != ARRIVED:
+        _report(status, watch)
+    outcome = last_to_finish(tickets + slice_count * _TICKET, status)
+    if outcome != NOT_LAST:
+        status = ABORTED
+        if outcome == LAST:
+            status = _take(words + told, awaited, watch, LANES)
+            if status != ARRIVED:
+                _report(status, watch)
+        else:
+            for number in range(slice_count):  # those who failed took none
+                tl.store(tickets + number * _TICKET, 0)
+        if status != ARRIVED:
+            tl.debug_barrier()  # the ticket of one thread acquired the others' stores for the CTA only across a barrier
+            fill(out.to(tl.int64).to(tl.pointer_type(tl.int8)), out_bytes, LANES)
 
 
 @triton.jit(do_not_specialize=["like", "slices", "tables", "tickets", "slice_count", "origin"])
@@ -186,7 +366,7 @@ def spread_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     for number in range(slice_count):
         entry = slices + number * _SLICE
-        destination = _destination(entry, 0, element, ALIGNMENT)
+        destination = _destination(entry, 0, None, element, ALIGNMENT)
         destination_stride, bags = tl.load(entry + 1), tl.load(entry + 3).to(tl.int32)
         begin, items = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
         source, source_stride = tl.load(entry + 7) + origin, tl.load(entry + 8)
@@ -194,7 +374,7 @@ def spread_kernel(
         source_stride = tl.multiple_of(source_stride, ALIGNMENT)
         destination_stride = tl.multiple_of(destination_stride, ALIGNMENT)
         blocks = tl.cdiv(bags, BAGS)
-        mine = (program - begin % programs + programs) % programs
+        mine = _first_item(begin, program, programs)
         for item in range(mine, items, programs):
             about = tables + item // blocks * _TABLE
             dim = tl.multiple_of(tl.load(about + 2), ALIGNMENT).to(tl.int32)

@@ -14,7 +14,8 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _fill(output, byte_count, BLOCK: tl.constexpr):
+def fill(output, byte_count, BLOCK: tl.constexpr):
+    """Poison, by the calling CTA."""
     offsets = tl.arange(0, BLOCK)
     ones = tl.full([BLOCK], -1, tl.int8)
     for start in range(0, byte_count, BLOCK):
@@ -49,7 +50,7 @@ def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr
             seen = tl.atomic_add(finished, 0, sem="acquire", scope="gpu")
             waits = (seen < target) & (globaltimer() - begin < deadline_ns)
         tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
-        _fill(output.to(tl.pointer_type(tl.int8)), byte_count, BLOCK)
+        fill(output.to(tl.pointer_type(tl.int8)), byte_count, BLOCK)
 
 
 @triton.jit(do_not_specialize=["output", "count", "abort"])
@@ -62,7 +63,7 @@ def poison_kernel(output, count: tl.int64, abort, BLOCK: tl.constexpr):
     One warp: every warp's read of the word crosses PCIe by itself, about 1 us each, and holds up copies meanwhile.
     """
     if tl.load(abort, volatile=True) != 0:
-        _fill(output, count, BLOCK)
+        fill(output, count, BLOCK)
 
 
 def poison_if_aborted(output: torch.Tensor, abort: torch.Tensor) -> None:

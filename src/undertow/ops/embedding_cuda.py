@@ -15,7 +15,7 @@ from ..errors import InvalidArgument
 from ..fabric import stream_memory, timeline
 from ..fabric.base import WORD_STRIDE
 from ..fabric.cuda import CudaFabric
-from ..plan.bags import Shape, kernel_shape, slices
+from ..plan.bags import kernel_shape, slices
 from ..plan.plan import Plan
 from .bags import Bags
 from .cuda_product import counters, device_table
@@ -56,10 +56,6 @@ class Lookup:
     plan: Plan
     columns: tuple[int, ...]
 
-    @property
-    def shape(self) -> Shape:
-        return kernel_shape(self.plan, self.bags.tables[0].element_size())
-
     def pool(
         self, found: Sequence[Slice], buffer: torch.Tensor | None = None, words: int = 0, only_load: bool = False
     ) -> None:
@@ -73,28 +69,70 @@ class Lookup:
         bags = self.bags
         if not found or not bags.tables:
             return
-        like, shape = bags.tables[0], self.shape
-        if like.dtype == torch.float64:
-            raise InvalidArgument(argument="tables[0]", was="of torch.float64", must="of 32 or 16 bits on a GPU")
-        weights = bags.weights if bags.weights is not None else bags.values
-        constants: dict[str, Any] = {
-            **shape.options(), "ALIGNMENT": self._alignment(found, buffer), "MEAN": bags.pooling == "mean",
-            "WEIGHTS": bags.weights is not None,
-            "WHOLE": all(one.dim == shape.columns for one in bags.pieces), "maxnreg": shape.registers,
-        }  # fmt: skip
-        table, items = self._slices(found, shape.bags)
-        tickets = _tickets(self.fabric, len(found))
-        arguments = (like, table, self._tables(), bags.values, bags.offsets, weights, tickets)
-        ctas = shape.ctas * (self.plan.share.multiprocessors or self.fabric.multiprocessors)
+        arguments, constants, ctas = self._pooling(found, bags.tables[0], buffer)
         if not only_load:
-            grid, count = (max(1, min(items, ctas)),), len(found)
-        elif self._is_loaded("pool", (like, bags.values, bags.offsets, weights), constants):
+            grid, count = (ctas,), len(found)
+        elif self._is_loaded("pool", arguments, constants):
             return
         else:
             grid, count = (1,), 0
         kernel: Any = embedding.pool_kernel
         origin = 0 if buffer is None else buffer.data_ptr()
         kernel[grid](*arguments, count, bags.values.numel(), origin, words, **constants)
+
+    def exchange(
+        self,
+        found: Sequence[Slice],
+        told: Sequence[int],
+        awaited: Sequence[int],
+        place: int,
+        out: torch.Tensor,
+        only_load: bool = False,
+    ) -> None:
+        """A whole call in one launch: pool into the places of others and wait for what they store into `out`.
+
+        `told`: addresses of words at the sources, which learn that this rank's place is number `place`; `awaited`: of
+        those that the sources set here. The kernel poisons `out` if it fails.
+        """
+        from ..kernels import embedding
+
+        if not found and not told and not awaited:
+            return
+        arguments, constants, ctas = self._pooling(found, out, None)
+        listed = (*told, *awaited, 0)  # never an empty list
+        words = device_table(self.fabric, ("words", listed), lambda: np.array(listed, np.int64))
+        counts: tuple[int, ...] = (len(told), len(awaited), place)
+        if not only_load:
+            grid, count, result = (ctas,), len(found), (out.data_ptr(), out.nbytes)
+        elif self._is_loaded("exchange", arguments, constants):
+            return
+        else:
+            grid, count, result, counts = (1,), 0, (0, 0), (0, 0, 0)
+        guard, deadline = self.fabric.guard, int(self.fabric.group.deadline * 1e9)
+        kernel: Any = embedding.exchange_kernel
+        kernel[grid](
+            *arguments, count, self.bags.values.numel(), words, *counts, *result, guard.abort, guard.error, deadline,
+            LANES=_THREADS, **constants,
+        )  # fmt: skip
+
+    def _pooling(
+        self, found: Sequence[Slice], like: torch.Tensor, buffer: torch.Tensor | None
+    ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], int]:
+        """What launches of both kernels have in common: tensors, constants and CTAs."""
+        bags, shape = self.bags, kernel_shape(self.plan, like.element_size())
+        if like.dtype == torch.float64:
+            raise InvalidArgument(argument="tables[0]", was="of torch.float64", must="of 32 or 16 bits on a GPU")
+        weights = bags.weights if bags.weights is not None else bags.values
+        constants: dict[str, Any] = {
+            **shape.options(), "ALIGNMENT": self._alignment(found, like, buffer), "MEAN": bags.pooling == "mean",
+            "WEIGHTS": bags.weights is not None,
+            "WHOLE": all(one.dim == shape.columns for one in bags.pieces), "maxnreg": shape.registers,
+        }  # fmt: skip
+        table, items = self._slices(found, shape.bags)
+        tickets = _tickets(self.fabric, len(found) + 1)
+        arguments = (like, table, self._tables(), bags.values, bags.offsets, weights, tickets)
+        ctas = shape.ctas * (self.plan.share.multiprocessors or self.fabric.multiprocessors)
+        return arguments, constants, max(1, min(items, ctas))
 
     def spread(
         self,
@@ -108,10 +146,10 @@ class Lookup:
 
         if not found or not self.bags.tables:
             return
-        columns = self.shape.columns
+        columns = kernel_shape(self.plan, buffer.element_size()).columns
         block = 4 * max(1, _THREADS * 16 // (columns * buffer.element_size()))
         constants = {
-            "BAGS": block, "COLUMNS": columns, "ALIGNMENT": self._alignment(found, buffer),
+            "BAGS": block, "COLUMNS": columns, "ALIGNMENT": self._alignment(found, buffer, buffer),
             "num_warps": _THREADS // 32,
         }  # fmt: skip
         table, items = self._slices(found, block)
@@ -138,6 +176,8 @@ class Lookup:
 
     def _slices(self, found: Sequence[Slice], block: int) -> tuple[torch.Tensor, int]:
         """The list on the device, and how many items it has."""
+        from ..kernels.embedding import SLICE_WORDS
+
         tables = len(self.bags.pieces)
         items = [tables * -(-one.bags // block) for one in found]
         begins = list(itertools.accumulate(items, initial=0))
@@ -148,7 +188,7 @@ class Lookup:
                  one.choice, one.distance)
                 for one, begin, count in zip(found, begins, items, strict=False)
             ]  # fmt: skip
-            return np.array(lines, np.int64)
+            return np.array(lines, np.int64).reshape(-1, SLICE_WORDS)
 
         return device_table(self.fabric, ("slices", tuple(found), block, tables), rows), begins[-1]
 
@@ -163,9 +203,9 @@ class Lookup:
         )  # fmt: skip
         return device_table(self.fabric, ("tables", lines), lambda: np.array(lines, np.int64))
 
-    def _alignment(self, found: Sequence[Slice], buffer: torch.Tensor | None) -> int:
+    def _alignment(self, found: Sequence[Slice], like: torch.Tensor, buffer: torch.Tensor | None) -> int:
         """Elements that all addresses are multiples of: those of 16 bytes, or one."""
-        size = self.bags.tables[0].element_size()
+        size = like.element_size()
         bytes_of = [
             *(one.data_ptr() for one in self.bags.tables), *(one.stride(0) * size for one in self.bags.tables),
             *(one.dim * size for one in self.bags.pieces), *(one * size for one in self.columns),

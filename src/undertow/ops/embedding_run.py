@@ -40,7 +40,7 @@ def run(
 
         assert isinstance(fabric, CudaFabric)
         result = embedding_peers.Exchange.of(fabric).take(layout, batches, like)
-        with fabric.guarded_call((result.whole,)):
+        with fabric.guarded_call((result.whole,), itself=plan.grain == "fused"):
             embedding_peers.run_over_peers(fabric, lane, bags, layout, batches, plan, result, compute)
         return result.finish()  # of a poisoned place, should the call be aborted
     if like.device.type == "cuda" and plan.grain == "fused":

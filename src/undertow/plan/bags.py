@@ -200,12 +200,17 @@ def slices(batches: Sequence[int], plan: Plan, rank: int) -> tuple[Leaving, ...]
 
 
 class Shape(NamedTuple):
-    """How the kernel works: a block of bags, columns at a time, rows asked for at a time, registers of a thread."""
+    """How the kernel works: a block of bags, columns at a time, rows asked for at a time, registers of a thread.
+
+    `together`: tables that take turns, block by block, so that what they store beside each other in a row of the result
+    is stored at about the same time; 1: a table's blocks follow each other.
+    """
 
     bags: int
     columns: int
     ahead: int
     registers: int
+    together: int = 1
 
     @property
     def ctas(self) -> int:
@@ -213,7 +218,10 @@ class Shape(NamedTuple):
         return max(1, _REGISTERS // (_THREADS * self.registers))
 
     def options(self) -> dict[str, Any]:
-        return {"BAGS": self.bags, "COLUMNS": self.columns, "UNROLL": self.ahead, "num_warps": _THREADS // 32}
+        return {
+            "BAGS": self.bags, "COLUMNS": self.columns, "UNROLL": self.ahead, "TOGETHER": self.together,
+            "num_warps": _THREADS // 32,
+        }  # fmt: skip
 
 
 def completed(plan: Plan, dims: Sequence[int], item_size: int, length: float) -> Plan:
