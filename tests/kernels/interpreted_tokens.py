@@ -135,8 +135,8 @@ def test_tiles_go_to_their_final_rows(ranks: int, experts: int, n: int, k: int, 
             xs[rank], b, stages[rank], outs[rank], bias, leaving, coming, addresses(stages),
             addresses(words), words[rank], torch.full((3,), EPOCH - 1, dtype=torch.int32), k, b.stride(1), b.stride(0),
             len(leaving) if sending else 0, len(coming) if sending is False else 0, 2, k, n, half, lines, rank, NOBODY,
-            NOBODY, 10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1], BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True, RANKS=ranks,
-            EVEN=n % 8 == 0, BIAS=True, ACTIVATION=1,
+            NOBODY, 10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1], BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True,
+            RANKS=ranks, EVEN=n % 8 == 0, BIAS=True, ACTIVATION=1,
         )  # fmt: skip
 
     for rank in range(ranks):
