@@ -48,7 +48,7 @@ CPU: dict[str, tuple[Choice, ...]] = {
 }
 # On a GPU: packets while latency is all there is, then the direct programs, on as many CTAs as it takes to keep the
 # memory busy (a rank with fewer multiprocessors takes all it has). Packets of more than 8 ranks do not fit the kernel.
-# From a sweep over CTAs, warps and loads in flight, all_reduce on 4 ranks; others follow it.
+# From a sweep over CTAs, warps and loads in flight, all_reduce on 4 ranks, and a look at 8; others follow it.
 _FEW, _SOME, _ALL = 8, 16, 128
 CUDA: dict[str, tuple[Choice, ...]] = {
     name: (
@@ -60,8 +60,9 @@ CUDA: dict[str, tuple[Choice, ...]] = {
     for name, program in _PROGRAMS.items()
 }
 CUDA["all_reduce"] = (
-    Choice(8 << 10, "one_shot", ranks=8, instances=_SOME, packets=True, warps=4),
-    Choice(64 << 10, "one_shot", ranks=8, instances=_ALL, packets=True),
+    Choice(8 << 10, "one_shot", ranks=4, instances=_SOME, packets=True, warps=4),
+    Choice(64 << 10, "one_shot", ranks=4, instances=_ALL, packets=True),
+    Choice(16 << 10, "one_shot", ranks=8, instances=_FEW, packets=True),
     *CUDA["all_reduce"],
 )
 NODES = {"all_reduce": "hierarchical", "all_gather": "all_gather_hierarchical", "all_to_all": "all_to_all_two_step"}

@@ -121,11 +121,11 @@ def _meet(device: torch.device) -> None:
     """Make torch's context current on this thread, unless another one is: an autograd thread begins without any, and
     torch brings it only with its own first call there."""
     context, number = c_void_p(), c_int()
-    _check(_driver["cuCtxGetCurrent"](ctypes.byref(context)))
+    check(_driver["cuCtxGetCurrent"](ctypes.byref(context)))
     if not context.value:
-        _check(_driver["cuDeviceGet"](ctypes.byref(number), device.index))
-        _check(_driver["cuDevicePrimaryCtxRetain"](ctypes.byref(context), number.value))  # torch's, alive anyway
-        _check(_driver["cuCtxSetCurrent"](context))
+        check(_driver["cuDeviceGet"](ctypes.byref(number), device.index))
+        check(_driver["cuDevicePrimaryCtxRetain"](ctypes.byref(context), number.value))  # torch's, alive anyway
+        check(_driver["cuCtxSetCurrent"](context))
     _threads.met.add(device.index)
 
 
