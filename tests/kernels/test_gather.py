@@ -17,7 +17,7 @@ WIDTHS = (256, 1024)
 
 
 def pushing(ptx: str) -> str:
-    """What pushes rows, instruction by instruction: 16 bytes are loaded (L) or stored (S), a barrier (B), a release (R).
+    """What pushes rows, in order: 16 bytes are loaded (L) or stored (S), a barrier (B), a release (R).
 
     From the first such load to the last release: what the matmul moves are bulk copies here.
     """

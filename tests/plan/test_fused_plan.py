@@ -156,6 +156,7 @@ def test_the_fewer_rows_the_more_push_them_and_the_less_is_computed_meanwhile(
     plan.check(asked)
     assert (plan.share, plan.piece) == (Share(32, loaders), piece)
     assert {fused.early_tiles(asked.shards, 14336, plan, rank) for rank in range(4)} == {early}
+    assert fused_plan(replace(asked, bulk=False), "peer").piece == 1024
     few = fused.early_tiles(asked.shards, 256, plan, 0)  # there are no more own tiles than bands
     assert few == min(early, m // 4 // 128)
 

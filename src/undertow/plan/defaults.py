@@ -71,7 +71,7 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         loaders = _loaders(active, problem.ranks, bands) if waits else min(active, _MOVING)
         share = Share(active, loaders)
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
-        piece = fused.piece_of(problem.k, bands, loaders)
+        piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
     return Plan(
         "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=problem.operator != "all_gather_matmul",
         piece=piece, split=split,
