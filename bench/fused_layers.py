@@ -9,7 +9,6 @@ import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
 from undertow.plan.defaults import fused_plan
-from undertow.plan.plan import Share
 
 ROTATED = 200 << 20  # bytes of weights that decode calls take in turn
 
@@ -80,9 +79,10 @@ def gather(bench: Bench, m: int, k: int, n: int) -> Made:
         "cublas": lambda _: torch.mm(whole, w, out=y), "gemm": lambda _: (alone(), y)[1],
         "fused": bench.fused(x, w, out, problem, plan),
     }  # fmt: skip
-    for loaders in bench.options["loaders"]:
+    active = plan.share.multiprocessors or bench.sms
+    for loaders in sorted({min(one, active) for one in bench.options["loaders"]}):
         if loaders != plan.share.communication_ctas:
-            other = replace(plan, share=Share(communication_ctas=loaders))
+            other = replace(plan, share=replace(plan.share, communication_ctas=loaders))
             found[f"fused {loaders}"] = bench.fused(x, w, out, problem, other)
     source, gathered = bench.buffer("out", shard * k), bench.buffer("source", m * k)
     source.local.view(shard, k).copy_(x)

@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--only", default="decode,scatter,gather,reduce,leave,arrive")
     parser.add_argument("--models", default="llama3-70b,gpt3-175b")
     parser.add_argument("--m", default="2048,8192,512,4096,1024")
-    parser.add_argument("--loaders", default="2,8")
+    parser.add_argument("--loaders", default="4,8,16,32", help="CTAs that push rows in further gather plans")
     parser.add_argument("--decode", default="", help="block_n/split of further decode plans, as 128/2,128/1")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

@@ -48,7 +48,7 @@ def scatter(
 
 def gather(
     bulk: bool = True, target: str = "sm_90", tile: tuple[int, int] = (128, 256), tokens: bool = False,
-    transposed: bool = False, even: bool = True, bias: bool = False,
+    transposed: bool = False, even: bool = True, bias: bool = False, width: int = 1024, ranks: int = 4,
 ) -> CompiledKernel:  # fmt: skip
     """`tokens`: as all_to_all_matmul launches it, with announced calls and grouped weights."""
     factors, aligned = operands(target, tile, transposed, tokens, ("mine", "gathered"), "b")
@@ -57,14 +57,14 @@ def gather(
         **dict.fromkeys(("x", "out", "bias"), "*bf16"),
         **dict.fromkeys(("table", "pushes", "bases", "word_bases"), "*i64"),
         **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
-        **dict.fromkeys(("tiles", "own", "count", "active", "loaders", "inner"), "i32"),
+        **dict.fromkeys(("tiles", "count", "active", "loaders", "inner"), "i32"),
         **dict.fromkeys(("capacity", "lines", "parts", "rank"), "i32"),
         **dict.fromkeys(("stride", "b_row", "b_expert"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": transposed,
         "GROUPED": tokens, "PARTS": 2 if bulk else 4, "BULK": bulk, "EVEN": even, "BIAS": bias, "ACTIVATION": 0,
-        "WIDTH": 1024, "RANKS": 4, "ANNOUNCED": tokens,
+        "WIDTH": width, "RANKS": ranks, "ANNOUNCED": tokens,
     }  # fmt: skip
     aligned |= {"x": 16, "out": 16}
     return compile_kernel(fused_gather_kernel, types, constants, target, 8, aligned, num_stages=STAGES)

@@ -43,6 +43,7 @@ from undertow.ops.matmul_all_to_all import grouped_reference as leaving_referenc
 from undertow.ops.matmul_reduce_scatter import reference as scattered_reference  # noqa: E402
 from undertow.plan import fused  # noqa: E402
 from undertow.plan.defaults import fused_plan, tokens_plan  # noqa: E402
+from undertow.plan.plan import Share  # noqa: E402
 from undertow.plan.problem import Problem  # noqa: E402
 from undertow.plan.tokens import Tokens  # noqa: E402
 
@@ -195,30 +196,53 @@ def test_rows_that_arrive_as_it_is_launched(n: int, transposed: bool, bulk: bool
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-def test_a_scatter_and_a_gather_as_they_are_launched(bulk: bool) -> None:
+def test_a_scatter_as_it_is_launched(bulk: bool) -> None:
     m, n, k = 70, 136, 24
     node, nothing = Node(2, bulk), Finish(None, "none")
     xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(n, k, seed=9 + rank).t() for rank in range(2)]
 
-    def problem(operator: str, rows: int) -> Problem:
-        return Problem.of(
-            operator, rows, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=bulk
-        )  # fmt: skip
-
-    asked = problem("matmul_reduce_scatter", m)
+    asked = Problem.of(
+        "matmul_reduce_scatter", m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=bulk
+    )  # fmt: skip
     outs = [poisoned(m // 2, n) for _ in range(2)]
     node.run(lambda fabric, rank: fused_cuda.prepare(
         xs[rank], ws[rank], outs[rank], asked, fused_plan(asked, "peer"), nothing, fabric
     ))  # fmt: skip
     for got, right in zip(outs, scattered_reference(wide(xs), wide(ws)), strict=True):
         assert torch.equal(got, right.to(HALF))
-    whole = problem("all_gather_matmul", 2 * m)
-    outs = [poisoned(2 * m, n) for _ in range(2)]
-    node.run(lambda fabric, rank: fused_cuda.prepare(
-        xs[rank], ws[rank], outs[rank], whole, fused_plan(whole, "peer"), nothing, fabric
-    ))  # fmt: skip
-    for got, right in zip(outs, gathered_reference(wide(xs), wide(ws)), strict=True):
-        assert torch.equal(got, right.to(HALF))
+
+
+@pytest.mark.parametrize("bulk", [True, False])
+@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize(("rows", "k"), [((70, 70), 24), ((70, 1, 65), 264)])
+def test_a_gather_as_it_is_launched(rows: tuple[int, ...], k: int, loaders: int, bulk: bool) -> None:
+    """One band each, or several of small tiles in several parts: by all CTAs, or by one while another is early."""
+    n, ranks = 136, len(rows)
+    node, nothing = Node(ranks, bulk), Finish(None, "none")
+    xs = [made(count, k, seed=rank) for rank, count in enumerate(rows)]
+    ws = [made(n, k, seed=9 + rank).t() for rank in range(ranks)]
+    asked = Problem.of(
+        "all_gather_matmul", sum(rows), n, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS,
+        shards=rows, bulk=bulk,
+    )  # fmt: skip
+    plan = fused_plan(asked, "peer")
+    plan = dataclasses.replace(plan, share=Share(CTAS - 1, loaders), piece=256)
+    early = [fused.early_tiles(rows, n, plan, rank) for rank in range(ranks)]
+    assert (min(early) > 0) == (loaders == 1)
+    for _ in range(2):  # of both turns
+        outs = [poisoned(sum(rows), n) for _ in rows]
+        node.run(lambda fabric, rank, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
+            xs[rank], ws[rank], outs[rank], asked, plan, nothing, fabric
+        ))  # fmt: skip
+        for got, right in zip(outs, gathered_reference(wide(xs), wide(ws)), strict=True):
+            assert torch.equal(got, right.to(HALF))
+        (stages,) = node.stages.values()
+        for rank, stage in enumerate(stages):
+            turn, half = int(stage.epochs[0]) % 2, stage.half
+            own = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
+            there = stage.data.local[turn * half : turn * half + sum(rows) * k].view(-1, k)
+            assert bool(torch.isnan(there[own]).all()), "own rows were copied"
+            assert bool(torch.isnan(stage.data.local[turn * half + sum(rows) * k : (turn + 1) * half]).all())
 
 
 @pytest.mark.parametrize("split", [1, 2])

@@ -173,8 +173,7 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
     outs = [torch.full(one.shape, float("nan")) for one in want]
 
     def run(rank: int, pushing: bool) -> None:
-        found, own = tokens.arriving_tiles(rows, n, PLAN, rank)
-        tiles, pushes = table(found), table(tokens.push_table(rows, PLAN, rank))
+        tiles, pushes = table(tokens.arriving_tiles(rows, n, PLAN, rank)), table(tokens.push_table(rows, PLAN, rank))
         held = ws[rank] if transposed else torch.zeros(experts, k, wide)
         if not transposed:
             held[:, :, :n] = ws[rank]
@@ -184,18 +183,19 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
         kernel[(3,)](
             xs[rank], stages[rank], b, NOBODY, xs[rank], outs[rank], outs[rank], tiles, pushes, addresses(stages),
             addresses(words), words[rank], torch.full((3,), EPOCH - 1, dtype=torch.int32), taken,
-            0 if pushing else len(tiles), 0 if pushing else own, len(pushes) if pushing else 0, 2, 1, k, k, b.stride(1),
-            b.stride(0), capacity, lines, -(-k // PLAN.piece), rank, NOBODY, NOBODY, 10**9, BLOCK_M=TILE[0],
-            BLOCK_N=TILE[1], BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True, PARTS=4, BULK=False, EVEN=n % 8 == 0,
+            0 if pushing else len(tiles), len(pushes) if pushing else 0, 2, 1, k, k, b.stride(1), b.stride(0),
+            capacity, lines, -(-k // PLAN.piece), rank, NOBODY, NOBODY, 10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1],
+            BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True, PARTS=4, BULK=False, EVEN=n % 8 == 0,
             BIAS=False, ACTIVATION=0, WIDTH=PLAN.piece, RANKS=ranks, ANNOUNCED=True,
         )  # fmt: skip
 
     for rank in range(ranks):
         run(rank, True)
     for rank in range(ranks):
-        told = words[rank][(1 + EPOCH % 2 * lines) * LINE :]
-        found, own = tokens.arriving_tiles(rows, n, PLAN, rank)
-        assert all(int(told[line[6] * LINE]) == EPOCH for line in found[own:].tolist())
+        heard = words[rank][(1 + EPOCH % 2 * lines) * LINE :]
+        awaited = {line[6] for line in tokens.arriving_tiles(rows, n, PLAN, rank).tolist()} - {fused.OWN}
+        assert all(int(heard[line * LINE]) == EPOCH for line in awaited)
+        assert int((heard[: lines * LINE] == EPOCH).sum()) == len(awaited), "a word that nobody waits for was set"
         run(rank, False)
         assert torch.equal(outs[rank], want[rank])
 

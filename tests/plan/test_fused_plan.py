@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -57,26 +58,132 @@ def test_every_element_is_computed_once_and_owned_by_one(
     assert len({line for line, _, _ in lines}) == len(lines)  # all ranks mean the same tile by a line
 
 
+def test_a_scatter_of_few_rows_streams_weights_twice() -> None:
+    """Once for all others' bands together, once for its own."""
+    asked = problem("matmul_reduce_scatter", m=512)
+    plan = fused_plan(asked, "peer")
+    table = fused.scatter_table(asked.shards, asked.n, plan, 0, False)
+    columns = table[:, fused.COLUMN].tolist()
+    streams = 1 + sum(later < earlier for earlier, later in itertools.pairwise(columns))
+    assert streams == 2
+    assert table[:3, fused.OWNER].tolist() == [1, 2, 3]
+
+
 @pytest.mark.parametrize("shards", SHARDS)
-def test_rows_are_gathered_own_first(shards: tuple[int, ...]) -> None:
-    m, n, plan = sum(shards), 13, plan_of((4, 5), 2)
+@pytest.mark.parametrize("n", [1, 13])
+@pytest.mark.parametrize(("ctas", "loaders"), [(None, 1), (4, 1), (4, 2), (4, 4), (9, 2), (2, 30)])
+def test_every_tile_is_gathered_once_from_where_its_rows_are(
+    shards: tuple[int, ...], n: int, ctas: int | None, loaders: int
+) -> None:
+    plan = replace(plan_of((4, 5), 2), share=Share(ctas, loaders))
     for rank in range(len(shards)):
-        table = fused.gather_table(shards, n, plan, rank)
-        out = np.zeros(m * n, int)
-        sources = []
-        for row, rows, column, columns, place, stride, line, _ in table.tolist():
-            first = place // n
-            source = int(np.searchsorted(np.cumsum(shards), first, side="right"))
-            sources.append(source)
-            assert stride == n
-            assert place % n == column
-            assert row == first - (sum(shards[:rank]) if source == rank else 0)
-            assert line == fused.first_line(shards, plan, source) + (first - sum(shards[:source])) // 4
-            for down in range(rows):
-                out[place + down * n : place + down * n + columns] += 1
-        assert (out == 1).all()
+        for table in (fused.gather_table(shards, n, plan, rank), fused.rotated_table(shards, n, plan, rank)):
+            out = np.zeros(sum(shards) * n, int)
+            for row, rows, column, columns, place, stride, line, _ in table.tolist():
+                first = place // n
+                source = int(np.searchsorted(np.cumsum(shards), first, side="right"))
+                assert (stride, place % n) == (n, column)
+                assert row == first - (sum(shards[:rank]) if source == rank else 0)
+                own_line = fused.first_line(shards, plan, source) + (first - sum(shards[:source])) // 4
+                assert line == own_line or (line == fused.OWN and source == rank)
+                for down in range(rows):
+                    out[place + down * n : place + down * n + columns] += 1
+            assert (out == 1).all()
+        lines = fused.gather_table(shards, n, plan, rank)[:, fused.BAND_LINE]
+        mine = -(-shards[rank] // 4) * -(-n // 5)
+        assert (lines == fused.OWN).sum() == mine
+        early = fused.early_tiles(shards, n, plan, rank)
+        assert early <= mine
+        assert (lines[:early] == fused.OWN).all()
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_a_thread_gathers_shard_by_shard(shards: tuple[int, ...]) -> None:
+    n, plan = 13, plan_of((4, 5), 2)
+    for rank in range(len(shards)):
+        places = fused.rotated_table(shards, n, plan, rank)[:, fused.PLACE] // n
+        sources = np.searchsorted(np.cumsum(shards), places, side="right").tolist()
         wanted = [(rank + step) % len(shards) for step in range(len(shards))]
         assert list(dict.fromkeys(sources)) == [one for one in wanted if shards[one]]
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_a_band_is_pushed_to_all_at_once_and_to_where_tiles_wait_for_it(shards: tuple[int, ...]) -> None:
+    ranks, plan = len(shards), plan_of((4, 5), 2)
+    arrived: list[dict[int, tuple[int, int]]] = [{} for _ in range(ranks)]
+    for rank in range(ranks):
+        for row, rows, first, into, line, copies, told, heard in fused.push_table(shards, plan, rank).tolist():
+            assert into == sum(shards[:rank]) + row
+            to = [(first - step) % ranks for step in range(copies)]
+            assert to == [(rank - step) % ranks for step in range(1, ranks)]  # nearest first, and not to itself
+            assert set(to) <= set(range(told, told + heard)) <= set(range(ranks))
+            for one in to:
+                assert line not in arrived[one]
+                arrived[one][line] = into, rows
+    for rank in range(ranks):
+        found = fused.gather_table(shards, 13, plan, rank)
+        waiting = {line: (row, rows) for row, rows, *_, line, _ in found.tolist() if line != fused.OWN}
+        assert waiting == arrived[rank]
+    assert len(fused.push_table((9,), plan, 0)) == 0
+
+
+def test_tiles_come_as_their_rows_arrive() -> None:
+    """Own bands, then the first of each rank, nearest first, then the second of each: as all push in step."""
+    shards, plan = (12, 8, 4), replace(plan_of((4, 5), 8), share=Share(4, 4))
+    lines = fused.gather_table(shards, 5, plan, 1)[:, fused.BAND_LINE].tolist()
+    assert lines == [fused.OWN, fused.OWN, 5, 0, 1, 2]
+    in_pairs = fused.gather_table(shards, 10, replace(plan, group_bands=2), 1)
+    wanted = [(-1, 0), (-1, 0), (-1, 5), (-1, 5), (5, 0), (0, 0), (5, 5), (0, 5), (1, 0), (2, 0), (1, 5), (2, 5)]
+    assert in_pairs[:, [fused.BAND_LINE, fused.COLUMN]].tolist() == [list(one) for one in wanted]
+
+
+@pytest.mark.parametrize("m", [512, 1024, 2048, 4096, 8192])
+@pytest.mark.parametrize("n", [2560, 14336])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_weights_are_streamed_as_often_as_by_the_matmul_alone(m: int, n: int, ranks: int) -> None:
+    """Once for each group of bands, and again for the columns of early tiles: less than half of them."""
+    asked = Problem.of("all_gather_matmul", m, n, 64, dtype="bfloat16", ranks=ranks, device="cuda", multiprocessors=33)
+    plan = fused_plan(asked, "peer")
+    assert plan.tile is not None
+    bands, columns = ranks * -(-m // ranks // plan.tile[0]), -(-n // plan.tile[1])
+    for rank in (0, ranks - 1):
+        table = fused.gather_table(asked.shards, n, plan, rank)
+        early = fused.early_tiles(asked.shards, n, plan, rank)
+        column = table[:, fused.COLUMN]
+        streamed = np.count_nonzero(np.diff(column[early:])) + 1
+        assert streamed == -(-bands // plan.group_bands) * columns
+        again = np.unique(column[:early])
+        assert len(again) <= max(columns / 2, early / (bands // ranks) + 1)
+
+
+@pytest.mark.parametrize(
+    ("m", "loaders", "piece", "early"),
+    [(256, 32, 256, 0), (512, 32, 256, 0), (1024, 16, 512, 16), (2048, 8, 1024, 24), (4096, 5, 1024, 0)],
+)
+def test_the_fewer_rows_the_more_push_them_and_the_less_is_computed_meanwhile(
+    m: int, loaders: int, piece: int, early: int
+) -> None:
+    asked = problem("all_gather_matmul", m=m, n=14336, k=8192)
+    plan = fused_plan(asked, "peer")
+    plan.check(asked)
+    assert (plan.share, plan.piece) == (Share(32, loaders), piece)
+    assert {fused.early_tiles(asked.shards, 14336, plan, rank) for rank in range(4)} == {early}
+    assert fused_plan(replace(asked, bulk=False), "peer").piece == 1024
+    few = fused.early_tiles(asked.shards, 256, plan, 0)  # there are no more own tiles than bands
+    assert few == min(early, m // 4 // 128)
+
+
+@pytest.mark.parametrize("k", [8, 1000, 8192, 12288, 32768, 524288])
+@pytest.mark.parametrize(("bands", "loaders"), [(1, 0), (1, 32), (2, 16), (16, 5)])
+def test_parts_are_enough_for_those_who_push_and_fit_a_line(k: int, bands: int, loaders: int) -> None:
+    piece = fused.piece_of(k, bands, loaders)
+    assert piece in (256 << one for one in range(7))
+    assert -(-k // piece) <= fused.LINE
+    if bands * -(-k // piece) < 2 * loaders:
+        assert piece == 256 or -(-k // (piece // 2)) > fused.LINE
+    elif piece < 1024:
+        assert bands * -(-k // (2 * piece)) < 2 * loaders
+    assert fused.piece_of(k) >= 1024
 
 
 @pytest.mark.parametrize("m", [0, 1, 127, 128, 129, 1000, 8192])

@@ -94,17 +94,20 @@ def test_every_band_is_pushed_once_to_where_a_tile_waits_for_it(seed: int) -> No
     tokens, plan, n = some(seed)
     told: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(tokens.ranks)]
     for rank in range(tokens.ranks):
-        for row, rows, to, there, line, _, _, _ in maps.push_table(tokens, plan, rank).tolist():
+        for row, rows, to, there, line, copies, first, heard in maps.push_table(tokens, plan, rank).tolist():
+            assert (copies, first, heard) == (1, to, 1)
             assert line not in told[to]
             told[to][line] = there, rows, rank * 1000 + row
     for rank in range(tokens.ranks):
-        found, own = maps.arriving_tiles(tokens, n, plan, rank)
+        found = maps.arriving_tiles(tokens, n, plan, rank)
+        own = int((found[:, fused.BAND_LINE] == fused.OWN).sum())
         done = np.zeros((sum(row[rank] for row in tokens.matrix), n), int)
         for number, (row, rows, column, columns, place, stride, line, expert) in enumerate(found.tolist()):
             first = place // n
             assert (stride, place % n) == (n, column)
             assert {expert_of(tokens, rank, one, False) for one in range(first, first + rows)} == {expert}
             done[first : first + rows, column : column + columns] += 1
+            assert (number < own) == (line == fused.OWN)  # own rows first
             if number < own:
                 assert row == sum(tokens.matrix[rank][:rank]) + first - sum(one[rank] for one in tokens.matrix[:rank])
             else:

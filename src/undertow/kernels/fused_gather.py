@@ -3,28 +3,32 @@
 all_gather_matmul: every rank has all its rows for every other. all_to_all_matmul (ANNOUNCED): some for each, perhaps
 none, and perhaps one of several weights (GROUPED) for each block of them.
 
-The first `loaders` CTAs push this rank's rows into the buffers of the others, those first whose turn comes first, and
-then join the rest. All take tiles in the order of the table: own rows first, straight from x, then those of the
-following ranks, each tile once its band of rows has arrived.
+The first `loaders` CTAs, perhaps all, push this rank's rows into the buffers of the others and then join the rest. All
+take tiles in the order of the table: tiles of own rows, straight from x, where it says so; the others once their band
+of rows has arrived. Which come first the plan decides (`plan/fused.py`).
 
-    loaders:  for rank r - 1, r - 2, ..., for band, for part of its columns:
-                  rows of that rank = x[band, part]; words[band, part] of that rank = epoch
+    loaders:  for band, for part of its columns:
+                  rows = x[band, part], read once
+                  for rank it is for: rows of that rank = rows
+                  words[band, part] of those ranks = epoch
     all:      for tile in table, whoever is ready takes the next:
-                  wait for all parts of the tile's band; out = finish(rows @ b[expert])
+                  wait for all parts of the tile's band, unless it is own; out = finish(rows @ b[expert])
 
-The tables are the plan's. `pushes`: row and rows of x, the rank they are for, the row there, the line of the band's
-words there. `table`: that of `gemm`, with the rows of x for own tiles and those of the buffer for others, the line of
-the band's words in place of the parcel, and the expert.
+The tables are the plan's. `pushes`: row and rows of x; the rank they go to first, the row there, the line of the band's
+words there; to how many they go, downwards and round; the first rank that is told, and how many are. `table`: that of
+`gemm`, with the rows of x for own tiles and those of the buffer for others, the line of the band's words in place of
+the parcel, less than zero for own tiles, and the expert.
 
 Buffers and words are used in turn by two calls. A rank that is in call n + 2 of all_gather_matmul has seen the end of
 call n + 1, which needed rows that every other rank sent after its own call n: nobody still reads the rows of call n,
 nor sets its words, whose writers change from call to call, as a line belongs to another rank in another shape. (Every
 rank must have a row for that.) Where a rank may have none for another, calls are announced (`turns.py`).
 
-Memory ordering. A word is released at system scope behind a CTA barrier that follows the stores of its part
-(`signal_set`), and acquired at system scope by the CTA that needs it; a proxy fence orders that before its TMA loads.
-The count of tiles taken is relaxed: it carries nothing but the number. There are two, for calls of even and of odd
-numbers; each call clears the other one, which nobody uses before the next call on the stream.
+Memory ordering. A word is released at system scope behind a CTA barrier that follows the stores of its part (`tell`),
+and acquired at system scope by the CTA that needs it; a proxy fence orders that before its TMA loads. All words of a
+CTA are released before it waits for those of others. The count of tiles taken is relaxed: it carries nothing but the
+number. There are two, for calls of even and of odd numbers; each call clears the other one, which nobody uses before
+the next call on the stream.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -33,41 +37,72 @@ import triton
 import triton.language as tl
 
 from .gemm import ENTRY, multiply, plain_multiply, store_tile
-from .signals import has_bulk_copies, proxy_fence, signal_set, signal_wait_all
-from .turns import LINE, take_turn
+from .signals import has_bulk_copies, proxy_fence, signal_wait_all
+from .turns import LINE, take_turn, tell
 
-_COPIED = tl.constexpr(64 << 10)  # elements that a CTA has under way: half of its registers
+_COPIED = tl.constexpr(32 << 10)  # elements that a CTA holds; while they are stored as many more are on their way
 
 
 @triton.jit
-def _push(
-    x, target, row, rows, into, column, inner, stride, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Rows [row, row + BLOCK_M) of x, `WIDTH` columns from `column` on, to rows from `into` on of a gathered matrix."""
-    ROWS: tl.constexpr = _COPIED // WIDTH if _COPIED // WIDTH < BLOCK_M else BLOCK_M
+def _place(row, rows, into, column, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of ROWS rows from FIRST on of a band, `WIDTH` columns from `column` on: where they are in x, where they go, and
+    which of them there are. The band's `rows` rows begin at `row` of x and at `into` of a gathered matrix.
+    """
+    down = FIRST + tl.arange(0, ROWS)[:, None]
     across = column + tl.arange(0, WIDTH)[None, :]
-    for top in tl.static_range(0, BLOCK_M, ROWS):
-        down = top + tl.arange(0, ROWS)[:, None]
-        mask = (row + down < rows) & (across < inner)
-        found = tl.load(x + (row + down).to(tl.int64) * stride + across, mask=mask)
-        tl.store(target + (into + down).to(tl.int64) * inner + across, found, mask=mask)
+    here = (row + down).to(tl.int64) * stride + across
+    return here, (into + down).to(tl.int64) * inner + across, (down < rows) & (across < inner)
+
+
+@triton.jit
+def _fetch(
+    x, pushes, task, tasks, parts, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Those elements of a task, or nothing behind the last one."""
+    there = task < tasks
+    entry = pushes + task // parts * ENTRY
+    row = tl.load(entry, mask=there, other=0).to(tl.int32)
+    rows = tl.load(entry + 1, mask=there, other=0).to(tl.int32)
+    here, _, mask = _place(row, rows, 0, task % parts * WIDTH, inner, stride, FIRST, ROWS, WIDTH)
+    return tl.load(x + here, mask=mask)
 
 
 @triton.jit
 def _load(
     x, pushes, count, bases, word_bases, turn_row, turn_line, inner, stride, epoch, program, loaders, parts,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """What a loader pushes: bands in the order of the table, each in parts."""
-    for task in range(program, count * parts, loaders):
-        entry, part = pushes + task // parts * ENTRY, task % parts
-        row, rows = tl.load(entry).to(tl.int32), tl.load(entry + 1).to(tl.int32)
-        to, into = tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
-        target = tl.load(bases + to).to(tl.pointer_type(x.dtype.element_ty))
-        _push(x, tl.multiple_of(target, 16), row, row + rows, turn_row + into, part * WIDTH, inner, stride, BLOCK_M,
-              WIDTH)  # fmt: skip
-        words = tl.load(word_bases + to).to(tl.pointer_type(tl.int32))
-        signal_set(words + (turn_line + tl.load(entry + 4).to(tl.int32)) * LINE + part, epoch)
+    """What a loader pushes: bands in the order of the table, each in parts, each to all that it is for.
+
+    A part is read once, and while some of its rows are stored the next ones are on their way: two of an even number of
+    blocks of rows in turn, so that nothing waits before it must be stored. Its word is set while the next part is on
+    its way, when its own stores have long arrived.
+    """
+    ROWS: tl.constexpr = _COPIED // WIDTH if _COPIED // WIDTH < BLOCK_M // 2 else BLOCK_M // 2
+    tasks = count * parts
+    ahead = _fetch(x, pushes, program, tasks, parts, inner, stride, 0, ROWS, WIDTH)
+    first, told, offset = 0, 0, 0  # the words of which ranks, and where: of the part before
+    for task in range(program, tasks, loaders):
+        entry, column = pushes + task // parts * ENTRY, task % parts * WIDTH
+        rows, into = tl.load(entry + 1).to(tl.int32), turn_row + tl.load(entry + 3).to(tl.int32)
+        to, copies = tl.load(entry + 2).to(tl.int32), tl.load(entry + 5).to(tl.int32)
+        for top in tl.static_range(0, BLOCK_M, ROWS):
+            found = ahead
+            if top + ROWS < BLOCK_M:
+                ahead = _fetch(x, pushes, task, tasks, parts, inner, stride, top + ROWS, ROWS, WIDTH)
+            else:
+                ahead = _fetch(x, pushes, task + loaders, tasks, parts, inner, stride, 0, ROWS, WIDTH)
+            if top == 0:
+                tell(word_bases, first, told, offset, epoch, 0)
+            _, there, mask = _place(0, rows, into, column, inner, stride, top, ROWS, WIDTH)
+            base = tl.load(bases + to)
+            for step in range(copies):
+                target = tl.multiple_of(base.to(tl.pointer_type(x.dtype.element_ty)), 16)
+                base = tl.load(bases + (to + 2 * RANKS - 1 - step) % RANKS)  # that of the next, in time
+                tl.store(target + there, found, mask=mask)
+        first, told = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
+        offset = (turn_line + tl.load(entry + 4).to(tl.int32)) * LINE + task % parts
+    tell(word_bases, first, told, offset, epoch, 0)
 
 
 @triton.jit
@@ -89,7 +124,7 @@ def _multiply(
 
 
 _FREE = [
-    *("bias", "table", "pushes", "bases", "word_bases", "words", "epochs", "taken", "tiles", "own", "count", "active"),
+    *("bias", "table", "pushes", "bases", "word_bases", "words", "epochs", "taken", "tiles", "count", "active"),
     *("loaders", "capacity", "lines", "rank", "parts", "inner", "stride", "b_row", "b_expert", "abort", "error"),
     "deadline_ns",
 ]
@@ -98,7 +133,7 @@ _FREE = [
 @triton.jit(do_not_specialize=_FREE)
 def fused_gather_kernel(
     mine, gathered, b, c, x, out, bias, table, pushes, bases, word_bases, words, epochs, taken,
-    tiles: tl.int32, own: tl.int32, count: tl.int32, active: tl.int32, loaders: tl.int32, inner: tl.int32,
+    tiles: tl.int32, count: tl.int32, active: tl.int32, loaders: tl.int32, inner: tl.int32,
     stride: tl.int64, b_row: tl.int64, b_expert: tl.int64, capacity: tl.int32, lines: tl.int32, parts: tl.int32,
     rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -113,7 +148,7 @@ def fused_gather_kernel(
     `parts` parts of WIDTH columns. ANNOUNCED: a line of announcements comes first. Words of the second turn begin
     `lines` lines after the first's. `bias` [N], or one for each expert. The first `active` CTAs work, the first
     `loaders` of them push the `count` bands of `pushes`; every CTA of the grid, which never changes, counts calls in
-    its word of `epochs`. The first `own` tiles of the table are of own rows.
+    its word of `epochs`.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program, volatile=True) + 1
@@ -128,28 +163,31 @@ def fused_gather_kernel(
         tl.store(taken + (1 - turn) * LINE, 0)
     if program < loaders:
         _load(x, pushes, count, bases, word_bases, turn_row, turn_line, wide, apart, epoch, program, loaders, parts,
-              BLOCK_M, WIDTH)  # fmt: skip
+              BLOCK_M, WIDTH, RANKS)  # fmt: skip
     counter = taken + turn * LINE
     position = tiles
     if program < active:
         position = tl.atomic_add(counter, 1, sem="relaxed")
-    while position < own:
-        following = tl.atomic_add(counter, 1, sem="relaxed")
-        entry = table + position * ENTRY
-        total = _multiply(mine, b, stride, b_row, b_expert, entry, 0, inner, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED,
-                          GROUPED)  # fmt: skip
-        store_tile(out, c, bias + tl.load(entry + 7) * tl.load(entry + 5), total, entry, PARTS, BULK, EVEN, BIAS,
-                   ACTIVATION)  # fmt: skip
-        position = following
-    while position < tiles:
-        following = tl.atomic_add(counter, 1, sem="relaxed")
-        entry = table + position * ENTRY
-        line = tl.load(entry + 6).to(tl.int32)
-        signal_wait_all(words + (turn_line + line) * LINE, epoch, parts, -1, abort, error, deadline_ns)
-        proxy_fence()
-        total = _multiply(gathered, b, inner.to(tl.int64), b_row, b_expert, entry, turn_row, inner, BLOCK_M, BLOCK_N,
-                          BLOCK_K, TRANSPOSED, GROUPED)  # fmt: skip
-        store_tile(out, c, bias + tl.load(entry + 7) * tl.load(entry + 5), total, entry, PARTS, BULK, EVEN, BIAS,
-                   ACTIVATION)  # fmt: skip
-        position = following
+    line = tl.load(table + position * ENTRY + 6, mask=position < tiles, other=0).to(tl.int32)
+    while position < tiles:  # one loop for each source, in turn: in a branch each would have its own shared memory
+        while (position < tiles) & (line < 0):
+            following = tl.atomic_add(counter, 1, sem="relaxed")
+            entry = table + position * ENTRY
+            total = _multiply(mine, b, stride, b_row, b_expert, entry, 0, inner, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED,
+                              GROUPED)  # fmt: skip
+            line = tl.load(table + following * ENTRY + 6, mask=following < tiles, other=0).to(tl.int32)
+            store_tile(out, c, bias + tl.load(entry + 7) * tl.load(entry + 5), total, entry, PARTS, BULK, EVEN, BIAS,
+                       ACTIVATION)  # fmt: skip
+            position = following
+        while (position < tiles) & (line >= 0):
+            following = tl.atomic_add(counter, 1, sem="relaxed")
+            entry = table + position * ENTRY
+            signal_wait_all(words + (turn_line + line) * LINE, epoch, parts, -1, abort, error, deadline_ns)
+            proxy_fence()
+            total = _multiply(gathered, b, inner.to(tl.int64), b_row, b_expert, entry, turn_row, inner, BLOCK_M,
+                              BLOCK_N, BLOCK_K, TRANSPOSED, GROUPED)  # fmt: skip
+            line = tl.load(table + following * ENTRY + 6, mask=following < tiles, other=0).to(tl.int32)
+            store_tile(out, c, bias + tl.load(entry + 7) * tl.load(entry + 5), total, entry, PARTS, BULK, EVEN, BIAS,
+                       ACTIVATION)  # fmt: skip
+            position = following
     tl.store(epochs + program, epoch)

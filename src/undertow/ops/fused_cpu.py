@@ -237,7 +237,7 @@ def _gather(
                     turn.wait(line * parts + part, source)
                 here.add(line)
 
-        table = fused.gather_table(shards, n, plan, rank).tolist()
+        table = fused.rotated_table(shards, n, plan, rank).tolist()
         position = 0
         for step in range(size):
             source = (rank + step) % size

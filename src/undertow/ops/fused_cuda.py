@@ -119,7 +119,7 @@ def _gather(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
 ) -> tuple[Stage, Launch]:
     assert plan.tile is not None
-    block_m, block_n = plan.tile
+    block_m = plan.tile[0]
     if problem.n == 0:  # others need its rows, and wait for it to take theirs: it multiplies a few zeros
         problem, finish = replace(problem, n=ALIGNED), Finish(None, "none")
         w, y = w.new_zeros(problem.k, ALIGNED), y.new_empty(problem.m, ALIGNED)
@@ -131,9 +131,8 @@ def _gather(
     table = device_table(fabric, key, lambda: fused.gather_table(problem.shards, n, plan, rank))
     pushed = ("fused pushes", problem.shards, plan.digest, rank)
     pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank))
-    own = -(-problem.shards[rank] // block_m) * -(-n // block_n)
     whole = all(rows % block_m == 0 for rows in problem.shards[:-1])
-    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, own, pushes, whole, announced=False)
+    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, announced=False)
 
 
 def gather_launch(
@@ -145,7 +144,6 @@ def gather_launch(
     fabric: CudaFabric,
     stage: Stage,
     table: torch.Tensor,
-    own: int,
     pushes: torch.Tensor,
     whole: bool,
     announced: bool,
@@ -174,7 +172,7 @@ def gather_launch(
         a, b = both.operands((block_m, block_n))
         kernel[(fabric.multiprocessors,)](
             a, gathered, b, descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, both.a, y, bias, table,
-            pushes, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), own, len(pushes),
+            pushes, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), len(pushes),
             working, min(working, loaders), k, *both.strides, capacity, lines, fused.parts(plan, k), fabric.group.rank,
             *watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=both.grouped, PARTS=parts, BULK=bulk, EVEN=aligned,

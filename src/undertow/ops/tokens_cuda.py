@@ -99,11 +99,10 @@ def arrive(
     # One for each K, so that rows of all calls have the same places in both halves.
     stage = stage_of(fabric, ("arrive", x.dtype, k), tokens.most * k, lines, x.dtype, unit=k)
     key = (tokens, plan.digest, rank)
-    table = device_table(fabric, ("arriving", n, *key), lambda: arriving_tiles(tokens, n, plan, rank)[0])
-    own = arriving_tiles(tokens, n, plan, rank)[1]
+    table = device_table(fabric, ("arriving", n, *key), lambda: arriving_tiles(tokens, n, plan, rank))
     pushes = device_table(fabric, ("pushes", *key), lambda: push_table(tokens, plan, rank))
     whole = all(one.rows % block_m == 0 for one in tokens.arriving(rank)[:-1])
-    launch = gather_launch(x, w, y, plan, finish, fabric, stage, table, own, pushes, whole, announced=True)
+    launch = gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, announced=True)
     stage.follow(fabric.device)
 
     def call() -> None:

@@ -35,6 +35,7 @@ _RESERVED = {"net": 4, "peer": 4, "dma": 1}
 """SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
 _BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find room on an SM
 _PROGRAM_CTAS = 8
+_MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
 _SPARE = 1  # SM that a fused call leaves to kernels of others
 
 
@@ -68,11 +69,15 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         if problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
             tile = next(one for one in fused.DECODE_TILES if one[0] >= problem.m)
             split = 1
-    piece, share = 1024, Share()
-    if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
-        piece = fused.piece_of(problem.k)
+    piece, share, bands, loaders = 1024, Share(), 1, 0
     if problem.device == "cuda":  # an SM stays free: all ranks wait for each other, and other kernels must not
-        share = Share(max(1, problem.multiprocessors - _SPARE), _loaders(problem))
+        active = max(1, problem.multiprocessors - _SPARE)
+        bands = _usual_bands(problem, tile[0])
+        waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
+        loaders = _loaders(active, problem.ranks, bands) if waits else min(active, _MOVING)
+        share = Share(active, loaders)
+    if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
+        piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
     return Plan(
         "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=problem.operator != "all_gather_matmul",
         piece=piece, split=split,
@@ -99,10 +104,22 @@ def tokens_plan(problem: Problem, lane: str, rows: int, inner: int | None = None
     return plan if inner is None else replace(plan, piece=fused.piece_of(inner))
 
 
-def _loaders(problem: Problem) -> int:
-    """CTAs that push rows: few where there is much to compute while they do."""
-    bands = sum(-(-rows // _CUDA_TILE[0]) for rows in problem.shards) // max(1, problem.ranks)
-    return max(1, min(problem.multiprocessors // 2, 8 if bands <= 2 else 6 if bands <= 4 else 4))
+def _usual_bands(problem: Problem, block_m: int) -> int:
+    """Bands of a shard, on average."""
+    return max(1, sum(-(-rows // block_m) for rows in problem.shards) // max(1, problem.ranks))
+
+
+def _loaders(active: int, ranks: int, bands: int) -> int:
+    """CTAs that push rows before they join the others. Only what all ranks know decides, so not the columns.
+
+    Pushing costs the same time of CTAs however many share it, but the more there are at once, the more they wait for
+    memory; and the fewer, the longer the tiles of others' rows wait. A loader pushes a band to one rank in about the
+    time of a tile (`fused.PUSHED`). So of shards of one band all push: rows are everywhere in a tenth of a tile's time.
+    Of more bands as many fewer, and the others compute own tiles first. But enough that all is pushed in half the time
+    of a product of 40 columns of tiles over all ranks, 10,240 at the usual tile: of ranks * bands * (40 / ranks) tiles
+    on `active` CTAs, while (ranks - 1) * bands are pushed.
+    """
+    return max(1, min(active, max(-(-active // bands), -(-active * (ranks - 1) // 20))))
 
 
 def program_plan(problem: Problem, lane: str, program: str, parcels: int | None = None) -> Plan:

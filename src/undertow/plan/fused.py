@@ -4,11 +4,27 @@ scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank tha
            computes the rows of the following ranks first, its own last, so that the others' parts have arrived.
            For all_reduce whole bands belong to ranks, by torch.tensor_split's rule, and the owner's sum goes to all.
 exchange   matmul_all_to_all: a tile goes to the rank that its rows are for. As scatter, without a sum (`tokens.py`).
-gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then those of the following ranks.
+gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then the others' as they arrive.
            all_to_all_matmul: the same, of the rows that others have for this rank (`tokens.py`).
 decode     matmul_all_reduce of few rows: a block of columns, and perhaps a part of K, goes to every rank.
 
-Within a shard tiles are walked in groups of `group_bands` bands, column by column, as everywhere (`tiles.py`).
+Tiles are walked in groups of `group_bands` bands, column by column, as everywhere (`tiles.py`). Each group streams all
+weights once, and they are often larger than the L2 cache: where a shard has fewer bands than a group, a group of its
+own for each shard would stream them once for each rank. So groups go on over the ends of shards; but a scatter's own
+bands are groups of their own, as the others' parts of them must have arrived.
+
+**The order of a gather on a GPU** is of that kind, too: own bands first, then the others' in the order in which they
+arrive. A band goes to all ranks at once (`push_table`), so that is the first band of every rank, then the second of
+every rank.
+
+Where own bands do not fill the first group, its tiles would wait for rows of others. So as many own tiles come before
+it as the CTAs that do not push can compute until those rows are here (`early_tiles`), and the group goes without them.
+They cost little: their columns of weights are streamed twice. Where every CTA pushes first, there are none: nobody
+could compute them earlier, and rows that all CTAs push together take a small part of the time of a tile.
+
+What decides is the time of pushing a band to a rank against that of a tile. Both grow with K and with the rows of a
+band, which cancel: it is PUSHED / block_n tiles, where PUSHED is how many operations a CTA does while it pushes a byte.
+No rank must know of the others' order: what they share are the lines of bands and the parts of a line.
 """
 
 from __future__ import annotations
@@ -30,6 +46,8 @@ MOST_RANKS = 8  # of the GPU kernels: a descriptor for each
 MOST_DECODE_ROWS = 64
 MOST_PACKETS = 32  # polled together
 WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
+NARROWEST_PIECE = 256
+PUSHED = 256  # operations of a CTA in the time of pushing a byte: on an H200 7e12 a second against 27e9 bytes a second
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
@@ -37,6 +55,7 @@ DECODE_TILES = ((16, 256), (32, 256), (64, 256), (16, 128), (32, 128), (64, 128)
 # Columns of the line of a table; the first four are those of `reorder`.
 ROW, ROWS, COLUMN, COLUMNS, SHARD_ROW, TILE_LINE, OWNER, OUT_ROW = range(8)
 PLACE, STRIDE, BAND_LINE = 4, 5, 6
+OWN = -1  # in place of a band's line: rows of x, which nobody waits for
 
 
 def form(problem: Problem, plan: Plan) -> str:
@@ -86,9 +105,16 @@ def gpu_tiles(problem: Problem) -> tuple[tuple[int, int], ...]:
     return GPU_TILES if problem.bulk else PLAIN_TILES
 
 
-def piece_of(k: int) -> int:
-    """Columns of a part of a band of K: a line has room for LINE of them; powers of two."""
-    return max(1024, 1 << max(0, -(-k // LINE) - 1).bit_length())
+def piece_of(k: int, bands: int = 1, loaders: int = 0) -> int:
+    """Columns of a part of a band of K: a line has room for LINE of them; powers of two.
+
+    1024, or fewer where so many loaders would not have two parts of `bands` bands each; more where K has too many.
+    """
+    least = max(NARROWEST_PIECE, 1 << max(0, -(-k // LINE) - 1).bit_length())
+    piece = max(least, 1024)
+    while piece > least and bands * -(-k // piece) < 2 * loaders:
+        piece //= 2
+    return piece
 
 
 def owned(problem: Problem, plan: Plan) -> tuple[int, ...]:
@@ -133,7 +159,11 @@ def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadc
     owner; the row of the output, which is the product's for all_reduce (`broadcast`) and the shard's otherwise.
     """
     grid = _grid(shards, n, plan)
-    band, column = _rotated(grid, plan, rank + 1)
+    distance = (grid.bands[:, 2] - rank) % len(shards)
+    order = np.argsort(distance, kind="stable")
+    own = distance[order] == 0
+    walks = [_walked(order[which], plan, grid.columns) for which in (~own, own)]
+    band, column = (np.concatenate(one) for one in zip(*walks, strict=True))
     rows = grid.bands[band]
     table = np.zeros((len(band), 8), dtype=np.int64)
     table[:, ROW], table[:, ROWS], table[:, OWNER] = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -147,43 +177,73 @@ def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadc
 
 
 @lru_cache(256)
-def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
-    """[tiles, 8]: what the gather kernel of `rank` reads at each position; the first tiles are of its own rows.
+def rotated_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
+    """`gather_table` where every shard has groups of its own, own rows first: for threads that bring shard by shard.
 
-    As `reorder.tile_table`, natural layout, with the band's line in place of the parcel; the rows of own tiles count
-    from the beginning of x.
+    The rows of own tiles count from the beginning of x there, too, but they have the line of their band.
     """
     grid = _grid(shards, n, plan)
     band, column = _rotated(grid, plan, rank)
-    rows = grid.bands[band]
-    table = np.zeros((len(band), 8), dtype=np.int64)
-    mine = rows[:, 2] == rank
-    table[:, ROW] = rows[:, 0] - np.where(mine, grid.shard_rows[rank], 0)
-    table[:, ROWS] = rows[:, 1]
-    table[:, COLUMN] = column * grid.block_n
-    table[:, COLUMNS] = np.minimum(grid.block_n, n - table[:, COLUMN])
-    table[:, PLACE] = rows[:, 0] * n + table[:, COLUMN]
-    table[:, STRIDE] = n
-    table[:, BAND_LINE] = band
-    table.flags.writeable = False
-    return table
+    return _gathered(grid, band, column, rank, band)
+
+
+@lru_cache(256)
+def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
+    """[tiles, 8]: what the gather kernel of `rank` reads at each position: own tiles first, then as rows arrive.
+
+    As `reorder.tile_table`, natural layout, with the band's line in place of the parcel; the rows of own tiles count
+    from the beginning of x, and their line is OWN.
+    """
+    grid = _grid(shards, n, plan)
+    ranks, shard = len(shards), grid.bands[:, 2]
+    starts = np.cumsum([0, *grid.band_counts])
+    within, distance = np.arange(len(shard)) - starts[shard], (shard - rank) % ranks
+    arrival = np.lexsort((distance, within, distance > 0))  # bands: own ones, the first of each rank, the second, ...
+    bands, columns = _walked(arrival, plan, grid.columns)
+    early = early_tiles(shards, n, plan, rank)
+    if early:  # own bands are less than a group
+        own = np.flatnonzero(shard[bands] == rank)
+        order = np.concatenate([own[:early], np.delete(np.arange(len(bands)), own[:early])])
+        bands, columns = bands[order], columns[order]
+    return _gathered(grid, bands, columns, rank, np.where(shard[bands] == rank, OWN, bands))
+
+
+def early_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:
+    """How many own tiles `rank` takes before the first group: until the rows of others in that group are here.
+
+    Ranks push in step, so those rows are here when each has pushed as many bands, to all others, as the group has of
+    the rank it has most of. Those who do not push compute own tiles meanwhile, in whole waves.
+    """
+    grid = _grid(shards, n, plan)
+    own, every = grid.band_counts[rank], plan.share.multiprocessors
+    if every is None or own >= plan.group_bands:
+        return 0
+    pushing = min(every, plan.share.communication_ctas or 1)
+    counts = [count for other, count in enumerate(grid.band_counts) if other != rank]
+    awaited, deep = min(plan.group_bands - own, sum(counts)), 0
+    while awaited > sum(min(deep, count) for count in counts):
+        deep += 1
+    waves = -(-deep * (len(shards) - 1) * PUSHED // (grid.block_n * pushing))
+    return int(min(own * grid.columns, waves * (every - pushing)))
 
 
 @lru_cache(256)
 def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
-    """[bands, 8]: what `rank` pushes to all others, nearest first: row and rows of x; to whom; row and line there."""
-    grid = _grid(shards, 1, plan)
+    """[bands, 8]: what `rank` pushes to all others: row and rows of x; the rank that is stored to first; row and line
+    there; to how many it is stored, downwards and round; the first rank that is told, and how many are.
+
+    All are told, as that is one range of ranks: nobody waits for the words of own bands.
+    """
+    grid, ranks = _grid(shards, 1, plan), len(shards)
     mine = grid.bands[grid.bands[:, 2] == rank]
-    line = first_line(shards, plan, rank) + np.arange(len(mine))
-    found = []
-    for step in range(1, len(shards)):
-        table = np.zeros((len(mine), 8), dtype=np.int64)
+    table = np.zeros((len(mine) if ranks > 1 else 0, 8), dtype=np.int64)
+    if ranks > 1:
         table[:, 0], table[:, 1] = mine[:, 0] - grid.shard_rows[rank], mine[:, 1]
-        table[:, 2], table[:, 3], table[:, 4] = (rank - step) % len(shards), mine[:, 0], line
-        found.append(table)
-    whole = np.concatenate(found) if found else np.zeros((0, 8), dtype=np.int64)
-    whole.flags.writeable = False
-    return whole
+        table[:, 2], table[:, 3] = (rank - 1) % ranks, mine[:, 0]
+        table[:, 4] = first_line(shards, plan, rank) + np.arange(len(mine))
+        table[:, 5], table[:, 7] = ranks - 1, ranks
+    table.flags.writeable = False
+    return table
 
 
 def first_line(shards: tuple[int, ...], plan: Plan, rank: int) -> int:
@@ -201,16 +261,36 @@ def _grid(shards: tuple[int, ...], n: int, plan: Plan) -> TileGrid:
     return TileGrid(sum(shards), n, *plan.tile, shards)
 
 
+def _gathered(grid: TileGrid, band: Integers, column: Integers, rank: int, line: Integers) -> Integers:
+    """The table of a gather: these tiles, in this order."""
+    rows = grid.bands[band]
+    table = np.zeros((len(band), 8), dtype=np.int64)
+    mine = rows[:, 2] == rank
+    table[:, ROW] = rows[:, 0] - np.where(mine, grid.shard_rows[rank], 0)
+    table[:, ROWS] = rows[:, 1]
+    table[:, COLUMN] = column * grid.block_n
+    table[:, COLUMNS] = np.minimum(grid.block_n, grid.n - table[:, COLUMN])
+    table[:, PLACE] = rows[:, 0] * grid.n + table[:, COLUMN]
+    table[:, STRIDE] = grid.n
+    table[:, BAND_LINE] = line
+    table.flags.writeable = False  # it is handed out again
+    return table
+
+
 def _rotated(grid: TileGrid, plan: Plan, first: int) -> tuple[Integers, Integers]:
     """Band and column of every tile: the shard of rank `first`, then of the following, groups of bands in each."""
-    bands, columns = [], []
     starts = np.cumsum([0, *grid.band_counts])
+    found = []
     for step in range(len(grid.shards)):
         shard = (first + step) % len(grid.shards)
-        for start in range(int(starts[shard]), int(starts[shard + 1]), plan.group_bands):
-            group = np.arange(start, min(start + plan.group_bands, int(starts[shard + 1])))
-            bands.append(np.tile(group, grid.columns))
-            columns.append(np.repeat(np.arange(grid.columns), len(group)))
-    if not bands:
+        found.append(_walked(np.arange(starts[shard], starts[shard + 1]), plan, grid.columns))
+    return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
+
+
+def _walked(bands: Integers, plan: Plan, columns: int) -> tuple[Integers, Integers]:
+    """Band and column of every tile of these bands: groups of `group_bands`, column by column."""
+    groups = [bands[start : start + plan.group_bands] for start in range(0, len(bands), plan.group_bands)]
+    if not groups:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    return np.concatenate(bands), np.concatenate(columns)
+    band = np.concatenate([np.tile(group, columns) for group in groups])
+    return band, np.concatenate([np.repeat(np.arange(columns), len(group)) for group in groups])

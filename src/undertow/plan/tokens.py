@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .fused import BAND_LINE, COLUMN, COLUMNS, LINE, PLACE, ROW, ROWS, STRIDE
+from .fused import BAND_LINE, COLUMN, COLUMNS, LINE, OWN, PLACE, ROW, ROWS, STRIDE
 from .tiles import Integers
 
 if TYPE_CHECKING:
@@ -210,21 +210,21 @@ def collected_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
 
 @lru_cache(64)
 def push_table(tokens: Tokens, plan: Plan, rank: int) -> Integers:
-    """[bands, 8]: what `rank` pushes, nearest first: row, rows of x; the receiver; row there; the band's line there."""
+    """[bands, 8]: what `rank` pushes, nearest first: as `fused.push_table`, each band to one rank."""
     assert plan.tile is not None
     block_m, blocks, found = plan.tile[0], tokens.leaving(rank), []
     for step in range(1, tokens.ranks):
         to = (rank - step) % tokens.ranks
         line = tokens.lines(to, block_m)[rank]
         bands = bands_of(blocks, block_m, to)
-        rows = [(one.row, one.rows, to, one.there, line + number, 0, 0, 0) for number, one in enumerate(bands)]
+        rows = [(one.row, one.rows, to, one.there, line + number, 1, to, 1) for number, one in enumerate(bands)]
         found.append(np.array(rows, np.int64).reshape(-1, 8))
     return _joined(found)
 
 
 @lru_cache(64)
-def arriving_tiles(tokens: Tokens, n: int, plan: Plan, rank: int) -> tuple[Integers, int]:
-    """([tiles, 8], how many of them are of own rows): what an all_to_all_matmul of `rank` multiplies, in order.
+def arriving_tiles(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
+    """[tiles, 8]: what an all_to_all_matmul of `rank` multiplies, in order: own rows, then the following ranks'.
 
     As `fused.gather_table`, with the expert; own rows are those of x, the others' those of the matrix that arrives.
     """
@@ -239,6 +239,7 @@ def arriving_tiles(tokens: Tokens, n: int, plan: Plan, rank: int) -> tuple[Integ
         table[:, COLUMN] = column * block_n
         table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
         table[:, PLACE], table[:, STRIDE] = band[:, 0] * n + table[:, COLUMN], n
-        table[:, BAND_LINE], table[:, EXPERT] = lines[source] + number, band[:, 2]
+        table[:, BAND_LINE] = OWN if source == rank else lines[source] + number
+        table[:, EXPERT] = band[:, 2]
         found.append(table)
-    return _joined(found), len(found[0])
+    return _joined(found)
