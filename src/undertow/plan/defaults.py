@@ -117,9 +117,11 @@ def _loaders(active: int, ranks: int, bands: int) -> int:
     time of a tile (`fused.PUSHED`). So of shards of one band all push: rows are everywhere in a tenth of a tile's time.
     Of more bands as many fewer, and the others compute own tiles first. But enough that all is pushed in half the time
     of a product of 40 columns of tiles over all ranks, 10,240 at the usual tile: of ranks * bands * (40 / ranks) tiles
-    on `active` CTAs, while (ranks - 1) * bands are pushed.
+    on `active` CTAs, while (ranks - 1) * bands are pushed. Powers of two, which share the parts of bands evenly: on an
+    H200, four ranks, 16 bands, 5 loaders took 9 % longer than 4 or 8; with 4 bands 16 were faster than 8.
     """
-    return max(1, min(active, max(-(-active // bands), -(-active * (ranks - 1) // 20))))
+    least = max(2 * -(-active // bands) if bands > 1 else active, -(-active * (ranks - 1) // 20))
+    return max(1, min(active, 1 << (least - 1).bit_length()))
 
 
 def program_plan(problem: Problem, lane: str, program: str, parcels: int | None = None) -> Plan:
