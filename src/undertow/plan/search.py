@@ -116,8 +116,6 @@ def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
     for grain in ("chunked", "signaled", *(("fused",) if problem.device == "cpu" or lane == "peer" else ())):
         base = default_plan(problem, grain, lane)
         counts = {len(base.parcels), *(_CHUNKS if grain != "fused" or problem.device == "cpu" else ())}
-        if base.parcels != split(problem.m, len(base.parcels)):
-            found[f"{grain} tapered"] = base
         for parts in sorted(counts):
             if 1 <= parts <= problem.m:
                 found[f"{grain} {parts}"] = dataclasses.replace(base, parcels=split(problem.m, parts))
