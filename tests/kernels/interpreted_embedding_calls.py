@@ -150,3 +150,14 @@ def test_words_of_a_failed_call_do_not_satisfy_the_next() -> None:
     node.words[0].fill_(1)
     node.abort[0] = 1
     assert node.call(0, 1).isnan().all()
+
+
+def test_a_captured_call_keeps_the_tickets_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are its graph's memory, and nobody frees them: not also those of a launch that only loads."""
+    node = Shared([3], [[8, 4]], seed=1, parcels=1)
+    fabric = node.fabric(0)
+    monkeypatch.setattr(node, "fabric", lambda rank: fabric)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for number in range(1, 3):
+        node.call(0, 1)
+        assert len(fabric.kept[id(embedding_cuda._TICKETS)]) == number

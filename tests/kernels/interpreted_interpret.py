@@ -35,6 +35,7 @@ from undertow.collective.tied import tie
 from undertow.collective.topology import Topology
 from undertow.fabric.base import poison
 from undertow.kernels import interpret, packets, pieces, straight
+from undertow.kernels import poison as poison_kernels
 
 PATIENCE = 60.0  # seconds
 STRIDE = 2048
@@ -399,3 +400,41 @@ def test_a_row_of_zeros_does_nothing(name: str, options: dict[str, Any]) -> None
         **kernel_variant(schedule, shape, torch.float32, "sum", 2),
     )  # fmt: skip
     assert epochs.tolist() == [0, 1]
+
+
+# -- calls that fail -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("straight_line", [True, False])
+@pytest.mark.parametrize(("name", "options"), [("two_shot", DIRECT), ("one_shot", {**STAGED, "packets": True})])
+def test_a_rank_that_failed_poisons_every_later_call(
+    name: str, options: dict[str, Any], straight_line: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when all that it waits for is there by then: a graph that is replayed must not add up what came too late."""
+    schedule = compiled(name, 2, **options)
+    node = Node(schedule, straight_line)
+    shape = straighten(schedule) if straight_line else None
+    assert (shape is not None) == straight_line
+    status = [2]  # LATE
+    monkeypatch.setattr(poison_kernels, "globaltimer", lambda: tl.zeros((), tl.int64))
+    for kernel in (interpret, straight):
+        monkeypatch.setattr(kernel, "report_error", lambda pointer, code: None)
+        monkeypatch.setattr(kernel, "poll", lambda pointers, targets, *_: tl.zeros(targets.shape, tl.int32) + status[0])
+
+    def settle_by_status(pointers: Any, wanted: Any, flag: Any, watch: Any) -> Any:
+        none = tl.zeros(wanted.shape, tl.int32)
+        return (*[none] * len(pointers), tl.where(wanted != 0, status[0], none))
+
+    monkeypatch.setattr(packets, "settle", settle_by_status)
+    # One CTA a rank, which waits for nobody here: in this process, one after the other.
+    monkeypatch.setattr(node, "_run", lambda kernel, cta, arguments, variant: kernel[(1,)](*arguments, **variant))
+    monkeypatch.setattr(os, "fork", lambda: 0)
+    monkeypatch.setattr(os, "waitpid", lambda child, flags: (child, 0))
+    sources, outs = ([torch.from_numpy(node.bytes(400)).view(torch.float32) for _ in range(2)] for _ in range(2))
+    case = make_case(schedule, 100, 4, 0)
+    for number in range(3):
+        for out in outs:
+            out.fill_(7)
+        node._fork(case, torch.float32, "sum", sources, outs, 0)
+        assert all(bool((out.view(torch.int32) == -1).all()) for out in outs), (number, outs[0][:4])
+        status[0] = 0  # from now on everything is there

@@ -236,7 +236,7 @@ def test_packets_travel_in_one_piece(target: str) -> None:
 def test_epochs_are_stored_last() -> None:
     code = check_order(compiled("sum, 4 ranks", "sm_90"))
     stores = positions(code, "st.global.b64")
-    assert len(stores) == 2
+    assert len(stores) == 3  # iterations and calls, or that it failed
     data = [index for index, at in enumerate(code) if re.fullmatch(r"st\.global\.(v4\.b32|b16)", at.opcode)]
     last_data = max(data)  # bytes are poison
     assert last_data < stores[0]
@@ -289,6 +289,23 @@ def test_a_phase_waits_for_earlier_phases_only(name: str) -> None:
     found = [rows(schedule, shape, rank, length, 1 << 19, 2, bases, semaphores) for rank in range(schedule.ranks)]
     waits = [slice(shape.starts, shape.starts + shape.ends), *(slice(q.at, q.at + q.waits) for q in shape.phases)]
     assert sum(int((one_rank[:, part] != 0).sum()) for one_rank in found for part in waits) == counted
+
+
+@pytest.mark.parametrize("target", ["direct", "staged"])
+@pytest.mark.parametrize("name", LIBRARY)
+def test_what_counts_a_cta_out_releases_its_stores_unless_every_cta_posts_last(name: str, target: str) -> None:
+    """A post by the first thread of every CTA, that is: some programs have workers without one."""
+    for ranks, packets in ((2, False), (4, False), (4, True)):
+        schedule = LIBRARY[name].compile(ranks, target=target, packets=packets and target == "staged")
+        shape = straighten(schedule)
+        if shape is None:
+            continue
+        length, last = schedule.contract.class_lengths([64] * schedule.contract.spans, 8), shape.phases[-1]
+        bases, semaphores = np.full(2 + 3 * ranks, 1 << 40), [1 << 30] * ranks
+        found = [rows(schedule, shape, rank, length, 1 << 19, 2, bases, semaphores) for rank in range(ranks)]
+        first = last.at + 4 * last.waits
+        assert shape.released == (last.posts > 0 and all((one[:, first] != 0).all() for one in found)), (name, ranks)
+        assert kernel_variant(schedule, shape, torch.int32, "sum", WARPS)["RELEASED"] == shape.released
 
 
 def test_copies_share_a_kernel_whatever_the_type() -> None:

@@ -79,6 +79,8 @@ def choose(collective: str, longest: int, lane: Lane, device: str) -> Variant:
 class Copies:
     """One collective over one lane of a group. Making one opens the lane, which is collective the first time."""
 
+    poisons = False
+
     def __init__(
         self,
         fabric: Fabric,

@@ -158,7 +158,7 @@ def kernel_variant(
         phases = tuple(phase.constants for phase in straight.phases)
         return {
             **shared, "STARTS": straight.starts, "ENDS": straight.ends, "PHASES": phases, "IN_FLIGHT": in_flight,
-            "EARLY": early,
+            "RELEASED": straight.released, "EARLY": early,
         }  # fmt: skip
     return {
         **shared,

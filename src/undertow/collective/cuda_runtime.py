@@ -143,6 +143,7 @@ class CudaExecutable:
         tile: int | None = None,
     ) -> None:
         """Enqueue one call. `source` and `out` are contiguous; a direct schedule needs symmetric buffers for both.
+        Should the call fail, all of `out` is poisoned, also what it has beyond the result.
 
         `parcels`: address of a kernel's parcel words and the value at which one is ready, the same in every call;
         `tiles`: address of the words that a waiting kernel looks at.

@@ -63,6 +63,7 @@ class Straight:
     ends: int
     phases: tuple[Phase, ...]
     level: NDArray[np.int64]  # the phase of each instruction; -1 for start and end
+    released: bool  # whether every worker posts in the last phase, and so after all that it stores
 
     @property
     def width(self) -> int:
@@ -88,6 +89,7 @@ def straighten(schedule: Schedule) -> Straight | None:
         _padded(int(each[one.kind == kind].max(initial=0))) for each, kind in ((posts, START), (waits, END))
     )
     phases: list[Phase] = []
+    released = False
     at = starts + _ENTRY * ends
     for number in range(int(level.max()) + 1):
         here = level == number
@@ -101,8 +103,9 @@ def straighten(schedule: Schedule) -> Straight | None:
         if phase.pieces * max(phase.sources, phase.stores) > MOST_MOVED:
             return None
         phases.append(phase)
+        released = bool(np.bincount(worker[here], posts[here], len(schedule.worker_rank)).all())
         at = phase.end
-    return Straight(starts, ends, tuple(phases), level)
+    return Straight(starts, ends, tuple(phases), level, released)
 
 
 def _padded(count: int) -> int:

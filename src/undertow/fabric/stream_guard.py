@@ -2,8 +2,9 @@
 
 Every stream wait of this rank is registered with its target. When the group fails, the abort word is set, and then
 every registered word is set to its target, again and again: a replayed graph clears words and waits anew. The last
-operation of every call is a kernel that poisons the outputs if the abort word is set. It stands in the stream's own
-order, also in a captured graph, so nothing of the call can come after it.
+operation of every guarded call is a kernel that poisons the outputs if the abort word is set. It stands in the stream's
+own order, also in a captured graph, so nothing of the call can come after it. (A call that is one kernel is not guarded
+here: it keeps its deadline, reports and poisons itself.)
 
 Whether a stream hangs is read from a pinned word of its own. The stream sets it to BUSY when a call (or a wait outside
 any call) begins and to IDLE when it ends; the watchdog turns BUSY into SEEN. A word that stays SEEN belongs to one and

@@ -18,8 +18,11 @@ epoch: the iterations and calls before this one). The launch orders those. Nothi
 argument, so a captured launch can be replayed. What a program needs is decoded *before* the wait: an acquire empties
 the first-level cache, and decoding is a chain of dependent loads.
 
-A failed wait ends the CTA: it reports to the error word, posts nothing more, and leaves its epoch as it was. One that
-was late sets the abort word, too, so that all others of this rank give up and the outputs are poisoned.
+A failed wait ends the CTA: it reports to the error word, posts nothing more, and has FAILED from then on, in place of
+the calls of its epoch. One that was late sets the abort word, too, so that all others of this rank give up. A CTA that
+has failed fails every later call at once, and so poisons its output: a graph can be replayed after a failure, and what
+others posted for the failed call, late, would be taken for their part in a later one. The abort word would tell it,
+too, but lies across PCIe.
 """
 
 import triton
@@ -29,7 +32,7 @@ from ..collective import bind, schedule
 from .packets import move_words
 from .pieces import decode, move_piece
 from .poison import leave
-from .signals import ARRIVED, LATE, report_error
+from .signals import ABORTED, ARRIVED, LATE, report_error
 
 (
     _HEADER, _WORKER_ROW, _INSTRUCTION_ROW, _WAIT_ROW, _POST_ROW, _INSTRUCTIONS, _WAITS, _POSTS, _PIECES, _OPERANDS,
@@ -43,6 +46,7 @@ from .signals import ARRIVED, LATE, report_error
     )
 )  # fmt: skip
 _WORD = tl.constexpr(128)  # bytes between two semaphores
+FAILED = tl.constexpr(-1)  # calls before this one, where one of them failed
 
 # One element a thread: each thread with `$3` set polls its own word. As in `signals`, the abort word (across PCIe) and
 # the timer (slow to read) are looked at once in 1024 polls.
@@ -225,9 +229,9 @@ def interpret_kernel(
     """One call of a program of `words` words.
 
     `source`, `out`: addresses that stand in for the first two bases. `semaphores`: addresses of every rank's first
-    semaphore, then of mine. `epochs`: (iterations, calls) before this one, for each CTA. `finished`, `out_bytes`: see
-    `poison.leave`. `parcels`, `tiles`: addresses of words that kernels post and wait for, 128 bytes apart; a parcel is
-    ready at `parcel_target`.
+    semaphore, then of mine. `epochs`: (iterations, calls or FAILED) before this one, for each CTA. `finished`,
+    `out_bytes`: see `poison.leave`. `parcels`, `tiles`: addresses of words that kernels post and wait for, 128 bytes
+    apart; a parcel is ready at `parcel_target`.
 
     ELEMENT is the type of the sums, an integer type where nothing is summed; SOURCES and STORES are how many operands
     are unrolled, MANY says that some moves have more. KERNELS: `ready` or `needed` occur. PACKETS: all scratch is
@@ -257,7 +261,7 @@ def interpret_kernel(
     watch = (abort, error, deadline_ns)
     if start >= 0:  # posts, and nothing else
         _post(program, code + (rows + start * _INSTRUCTION_ROW), tiles, False, LANES)
-    status = 0
+    status = tl.where(past[1] == FAILED, ABORTED, ARRIVED)
     iteration = 0
     at = first
     while (first < last) & (iteration < iterations) & (status == ARRIVED):
@@ -278,7 +282,8 @@ def interpret_kernel(
         tl.store(epochs + 2 * number, past[0] + iterations)
         tl.store(epochs + 2 * number + 1, past[1] + 1)
     else:
+        tl.store(epochs + 2 * number + 1, FAILED)
         report_error(error, status)
-        if status == LATE:  # the watchdog will say so too, but what poisons the outputs stands next on the stream
+        if status == LATE:  # the watchdog will say so too, but the other CTAs of this rank need not wait for it
             report_error(abort, 1)
     leave(finished, status, out, out_bytes, deadline_ns, LANES)

@@ -29,11 +29,13 @@ def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr
     `finished` is an int64 in this rank's own memory to which every CTA of every call adds one, and nobody anything
     else, so that multiples of the grid tell calls apart, also where a graph of a group that failed is replayed.
     Counting releases, on this GPU, what the CTA has stored; whoever failed acquires it from all before it poisons, so
-    no store of the call comes after. It waits no longer than `deadline_ns`: a CTA that has not begun by then finds the
+    no store of this rank comes after. It waits no longer than `deadline_ns`: a CTA that has not begun by then finds the
     call aborted and poisons, too.
 
     RELEASED: the CTA's first thread has released all that the CTA stored to `output` before, by a post after it; then
-    the count need not do so again, and no store of the call is waited for once more.
+    the count need not do so again, and no store of the call is waited for once more. That is a property of GPUs, which
+    release by a fence before the add, not of the PTX memory model, in which a release is its own word's only; and
+    nothing but the poison of a failed call stands on it.
     """
     tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
     if failed == 0:

@@ -20,11 +20,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..collective import straight
-from .interpret import poll
+from .interpret import FAILED, poll
 from .packets import move_words
 from .pieces import BLOCK, block_begin, block_offsets, own_part, reduced, settled
 from .poison import leave
-from .signals import ARRIVED, LATE, report_error
+from .signals import ABORTED, ARRIVED, LATE, report_error
 
 _OWN_INPUT, _OWN_OUTPUT = tl.constexpr(straight.OWN_INPUT), tl.constexpr(straight.OWN_OUTPUT)
 _IN_SCRATCH, _IN_PACKETS = tl.constexpr(straight.IN_SCRATCH), tl.constexpr(straight.IN_PACKETS)
@@ -205,9 +205,11 @@ def _phase(
             for index in tl.static_range(SOURCES + STORES):
                 even |= addresses[index]
             rest |= tl.maximum(count, 0)
-    status = 0
+    # Not before the loads above: the epoch may still be on its way. Where one failed the abort word is set, so that the
+    # wait ends soon.
+    status = tl.where(past[1] == FAILED, ABORTED, ARRIVED)
     if WAITS > 0:
-        status = _wait(entries, past, iteration, watch)
+        status = tl.maximum(status, _wait(entries, past, iteration, watch))
     if status == ARRIVED:
         if PACKETS:
             flag = (past[0] + iteration + 1).to(tl.int32)
@@ -263,15 +265,16 @@ def straight_kernel(
     tile: tl.int64, scratch_bytes: tl.int64, slice_bytes: tl.int64, depth: tl.int32, instances: tl.int32, abort, error,
     deadline_ns: tl.int64,
     ELEMENT: tl.constexpr, OPERATION: tl.constexpr, STARTS: tl.constexpr, ENDS: tl.constexpr, PHASES: tl.constexpr,
-    PACKETS: tl.constexpr, IN_FLIGHT: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
+    PACKETS: tl.constexpr, IN_FLIGHT: tl.constexpr, RELEASED: tl.constexpr, EARLY: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One call. `rows`: `width` words for each CTA. `epochs`: (iterations, calls) before this one, for each CTA.
+    """One call. `rows`: `width` words for each CTA. `epochs`: (iterations, calls) before this one, for each CTA; calls
+    are FAILED for good where one failed.
 
     `source`, `out`: addresses of the caller's own tensors; `finished`, `out_bytes`: see `poison.leave`. `tile`:
     elements of a chunk that an iteration moves. `scratch_bytes`: of one of the `depth` copies of scratch;
     `slice_bytes`: from one instance's first block to the next one's. ELEMENT is the type of the sums, an integer type
     where nothing is summed. STARTS posts and ENDS waits bracket a call. PHASES: for each its first word in a row, then
-    waits, posts, pieces, sources and stores of a piece.
+    waits, posts, pieces, sources and stores of a piece. RELEASED: every CTA posts in the last phase.
 
     EARLY (sm_90 and later, launched to match): the next call on the stream is launched once no CTA of this one waits
     for anybody, and reads its row, which never changes, until this one has ended. Not before: a call that still waits
@@ -322,8 +325,8 @@ def straight_kernel(
         tl.store(epochs + 2 * number, past[0] + iterations)
         tl.store(epochs + 2 * number + 1, past[1] + 1)
     else:
+        tl.store(epochs + 2 * number + 1, FAILED)
         report_error(error, status)
-        if status == LATE:  # the watchdog will say so too, but what poisons the outputs stands next on the stream
+        if status == LATE:  # the watchdog will say so too, but the other CTAs of this rank need not wait for it
             report_error(abort, 1)
-    # Posts of the last phase cover all stores; packets have none.
-    leave(finished, status, out, out_bytes, deadline_ns, LANES, PHASES[len(PHASES) - 1][2] > 0)
+    leave(finished, status, out, out_bytes, deadline_ns, LANES, RELEASED)

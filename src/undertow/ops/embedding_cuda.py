@@ -48,7 +48,7 @@ class Lookup:
     """The kernels' view of one rank's bags. `columns[i]`: where piece i goes in a destination row.
 
     `only_load` launches do nothing but load the kernel and upload its lists: behind a waiting stream, loading might
-    wait for what the stream waits for.
+    wait for what the stream waits for. A captured call has neither to do, as it was made before the capture.
     """
 
     fabric: CudaFabric
@@ -67,7 +67,7 @@ class Lookup:
         from ..kernels import embedding
 
         bags = self.bags
-        if not found or not bags.tables:
+        if not found or not bags.tables or (only_load and _is_captured()):
             return
         arguments, constants, ctas = self._pooling(found, bags.tables[0], buffer)
         if not only_load:
@@ -96,7 +96,7 @@ class Lookup:
         """
         from ..kernels import embedding
 
-        if not found and not told and not awaited:
+        if (not found and not told and not awaited) or (only_load and _is_captured()):
             return
         arguments, constants, ctas = self._pooling(found, out, None)
         listed = (*told, *awaited, 0)  # never an empty list
@@ -144,7 +144,7 @@ class Lookup:
         """Copy pooled rows of `buffer` to their places in one launch; `source` of each slice says from where."""
         from ..kernels import embedding
 
-        if not found or not self.bags.tables:
+        if not found or not self.bags.tables or (only_load and _is_captured()):
             return
         columns = kernel_shape(self.plan, buffer.element_size()).columns
         block = 4 * max(1, _THREADS * 16 // (columns * buffer.element_size()))
@@ -165,9 +165,7 @@ class Lookup:
         kernel[grid](*arguments, count, buffer.data_ptr(), **constants)
 
     def _is_loaded(self, kernel: str, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> bool:
-        """Whether this variant was launched before; a captured call's was, before the capture."""
-        if torch.cuda.is_current_stream_capturing():
-            return True
+        """Whether this variant was launched before."""
         loaded: set[object] = self.fabric.kept.setdefault(id(_LOADED), set())  # type: ignore[assignment]
         key = (kernel, *(one.dtype for one in tensors), *sorted(constants.items()))
         known = key in loaded
@@ -216,13 +214,17 @@ class Lookup:
         return 16 // size if all(one % 16 == 0 for one in bytes_of) else 1
 
 
+def _is_captured() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
 def _tickets(fabric: CudaFabric, count: int) -> torch.Tensor:
     """Zeros that each launch leaves as zeros; of every stream its own, of a captured call its own."""
     from ..kernels.embedding import TICKET_WORDS
 
     kept: dict[int, torch.Tensor] = fabric.kept.setdefault(id(_TICKETS), {})  # type: ignore[assignment]
     stream = stream_memory.current_stream(fabric.device)
-    key = -len(kept) - 1 if torch.cuda.is_current_stream_capturing() else stream
+    key = -len(kept) - 1 if _is_captured() else stream
     found = kept.get(key)
     if found is None or found.numel() < count * TICKET_WORDS:
         if found is not None:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .problem import Problem
 
 SCATTER, EXCHANGE, GATHER, DECODE = "scatter", "exchange", "gather", "decode"
-MOST_RANKS = 8  # of the GPU kernels: what their registers and tests allow
+MOST_RANKS = 8  # of the GPU kernels, which are unrolled over them
 MOST_DECODE_ROWS = 64
 MOST_PACKETS = 32  # polled together
 WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
