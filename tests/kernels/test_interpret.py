@@ -29,6 +29,7 @@ from undertow.collective.algorithms import LIBRARY
 from undertow.collective.bind import tiling
 from undertow.collective.cuda_kernels import EARLIEST, PACKET_WARPS, WARPS, kernel_variant, launch_options
 from undertow.collective.schedule import Schedule
+from undertow.collective.selection import CUDA
 from undertow.collective.straight import rows, straighten
 from undertow.errors import InvalidArgument
 from undertow.kernels.interpret import interpret_kernel
@@ -73,11 +74,11 @@ def schedule_of(name: str) -> Schedule:
 
 
 def compiled(
-    name: str, target: str, dtype: torch.dtype = torch.bfloat16, operation: str = "sum", **changes: Any
+    name: str, target: str, dtype: torch.dtype = torch.bfloat16, operation: str = "sum", warps: int = 0, **changes: Any
 ) -> CompiledKernel:
     """As `CudaExecutable` launches it."""
     schedule = schedule_of(name)
-    warps = PACKET_WARPS if schedule.packets else WARPS
+    warps = warps or (PACKET_WARPS if schedule.packets else WARPS)
     shape = straighten(schedule)
     assert (shape is not None) == (name in STRAIGHT), name
     kernel: Any = interpret_kernel if shape is None else straight_kernel
@@ -141,6 +142,12 @@ def test_the_next_call_is_launched_when_this_one_waits_no_more_and_reads_nothing
 TYPES = [
     torch.float32, torch.float16, torch.int32, torch.float64, torch.int64, torch.int8, torch.uint8, torch.int16,
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*STRAIGHT][:5])
+def test_nothing_spills_with_as_many_warps_as_large_calls_have(name: str) -> None:
+    for warps in {one.warps for choices in CUDA.values() for one in choices if one.warps and not one.packets}:
+        check_order(compiled(name, "sm_90", warps=warps))
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..fabric.group import Group
     from .schedule import Schedule
 
-IN_FLIGHT = 16  # wide loads of a thread
+IN_FLIGHT = 16  # wide loads of a thread; of more warps fewer, as they have fewer registers each
 WARPS = 8  # with that many loads 64 KB are under way for each CTA: enough to cover a peer's latency
 PACKET_WARPS = 8
 EARLIEST = (9, 0)  # the first GPUs on which a kernel can be launched before the one in front of it has ended
@@ -131,7 +131,7 @@ def kernel_variant(
     dtype: torch.dtype,
     operation: str,
     warps: int,
-    in_flight: int = IN_FLIGHT,
+    in_flight: int | None = None,
     early: bool = False,
 ) -> dict[str, Any]:
     """The constants of the kernel that runs `schedule`, whatever the size of a call and the rank."""
@@ -157,7 +157,8 @@ def kernel_variant(
     if straight is not None:
         phases = tuple(phase.constants for phase in straight.phases)
         return {
-            **shared, "STARTS": straight.starts, "ENDS": straight.ends, "PHASES": phases, "IN_FLIGHT": in_flight,
+            **shared, "STARTS": straight.starts, "ENDS": straight.ends, "PHASES": phases,
+            "IN_FLIGHT": IN_FLIGHT * WARPS // max(WARPS, warps) if in_flight is None else in_flight,
             "RELEASED": straight.released, "EARLY": early,
         }  # fmt: skip
     return {

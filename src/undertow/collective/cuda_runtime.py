@@ -36,7 +36,6 @@ from .bind import (
 from .cpu_interpreter import UINT8
 from .cpu_runtime import OPERATIONS, TYPES
 from .cuda_kernels import (
-    IN_FLIGHT,
     RAW,
     Kernel,
     idle_code,
@@ -85,9 +84,10 @@ class CudaExecutable:
         schedule: Schedule,
         stride: int = STRIDE,
         warps: int | None = None,
-        in_flight: int = IN_FLIGHT,
+        in_flight: int | None = None,
         early: bool | None = None,
     ) -> None:
+        """`warps`, `in_flight` (wide loads of a thread), `early`: of straight-line kernels, where not left open."""
         from ..fabric.cuda import CudaStream
 
         group = fabric.group
@@ -106,7 +106,7 @@ class CudaExecutable:
         self.straight = straighten(schedule)
         self.stride = stride - stride % (16 * schedule.instances)
         self.ctas = len(schedule.workers_of(group.rank)) * schedule.instances
-        self.warps = warps or warps_of(schedule)
+        self.warps = warps if warps is not None and self.straight is not None else warps_of(schedule)
         self._in_flight = in_flight
         self._early = launches_early(fabric.device) if early is None else early
         self._fabric, self._group, self._device, self._guard = fabric, group, fabric.device, fabric.guard
