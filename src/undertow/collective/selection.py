@@ -48,8 +48,9 @@ CPU: dict[str, tuple[Choice, ...]] = {
 }
 # On a GPU: packets while latency is all there is, then the direct programs, on as many CTAs as it takes to keep the
 # memory busy (a rank with fewer multiprocessors takes all it has). Packets of more than 8 ranks do not fit the kernel.
-# From a sweep over CTAs, warps and loads in flight, all_reduce of symmetric buffers on 4 ranks, and a look at 8; other
-# collectives, and staged calls of ordinary tensors, follow it unmeasured (but for warps: straight-line kernels' only).
+# From a sweep over CTAs, warps and loads in flight, all_reduce of symmetric buffers on 4 ranks of a virtual node (one
+# H200), and a look at 8. GPUs joined by links, other collectives, and staged calls of ordinary tensors follow it
+# unmeasured (but for warps: straight-line kernels' only).
 _FEW, _SOME, _ALL = 8, 16, 128
 CUDA: dict[str, tuple[Choice, ...]] = {
     name: (
