@@ -97,7 +97,8 @@ class Bench:
 
     def problem(self, operator: str, m: int, n: int, k: int) -> Problem:
         return Problem.of(
-            operator, m, n, k, dtype="bfloat16", ranks=self.size, device="cuda", multiprocessors=self.sms
+            operator, m, n, k, dtype="bfloat16", ranks=self.size, device="cuda", multiprocessors=self.sms,
+            together=self.fabric.together,
         )  # fmt: skip
 
     def fused(

@@ -35,6 +35,9 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
         "cublas": lambda _: torch.mm(x, w, out=y), "gemm": lambda _: (alone(), y)[1],
         "fused": bench.fused(x, w, out, problem, plan),
     }  # fmt: skip
+    for rounds in bench.options["scatter_rounds"]:
+        if rounds != plan.rounds:
+            found[f"fused {rounds} rounds"] = bench.fused(x, w, out, problem, replace(plan, rounds=rounds))
     if bench.options["guarded"]:
         found["guarded"] = bench.fused(x, w, out, problem, plan, guarded=True)
     source, scattered = bench.buffer("source", m * n), bench.buffer("out", m * n if reduce else shard * n)
@@ -84,6 +87,9 @@ def gather(bench: Bench, m: int, k: int, n: int) -> Made:
         if loaders != plan.share.communication_ctas:
             other = replace(plan, share=replace(plan.share, communication_ctas=loaders))
             found[f"fused {loaders}"] = bench.fused(x, w, out, problem, other)
+    if plan.pull:
+        pushed = fused_plan(replace(problem, together=False), "peer")
+        found["fused, pushed"] = bench.fused(x, w, out, problem, pushed)
     source, gathered = bench.buffer("out", shard * k), bench.buffer("source", m * k)
     source.local.view(shard, k).copy_(x)
     for ctas in bench.ctas():

@@ -7,9 +7,11 @@ aligned by a small collective just before it; interleaved rounds, the slowest ra
 and named. "undertow" is what the selection table chooses, on symmetric buffers where it does not choose packets.
 
     PYTHONPATH=src python bench/gpu_collectives.py [--ranks 4,8] [--only all_reduce] [--rounds 7] [--nccl] [--out FILE]
-        [--ctas 4,8,16,32] [--more] [--tuning '{"warps": 8, "stride": 1048576}']
+        [--ctas 4,8,16,32] [--sizes 4,1024] [--more] [--names] [--deadline 60]
+        [--tuning '{"warps": 8, "stride": 1048576}']
 
-`--ctas`: numbers of CTAs to try for each program (those that fit). `--more` adds one-shot without packets and the ring.
+`--ctas`: numbers of CTAs to try for each program (those that fit). `--sizes`: only these, in KB. `--names`: every
+variant is named before it is run for the first time. `--more` adds one-shot without packets and the ring.
 `--nccl` adds NCCL (2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1 in the environment); `--tuning` goes to the executables.
 The report is written after every size, so that a later failure loses nothing.
 """
@@ -184,11 +186,13 @@ class AlignedGraphClock(GraphClock):
 class Bench:
     """Everything that outlives one size."""
 
-    def __init__(self, group: ut.Group, ctas: list[int], more: bool, nccl: bool, tuning: dict[str, int]) -> None:
+    def __init__(
+        self, group: ut.Group, ctas: list[int], more: bool, nccl: bool, names: bool, tuning: dict[str, int]
+    ) -> None:
         from undertow.collective.cuda_runtime import CudaExecutable
 
         self.group, self.name = group, group.process_group.group_name
-        self._make, self._tuning = CudaExecutable, tuning
+        self._make, self._tuning, self._names = CudaExecutable, tuning, names
         fabric: Any = group.fabric
         self._fabric = fabric
         room = min(group.exchange(fabric.multiprocessors, "how many multiprocessors ranks have"))
@@ -334,6 +338,8 @@ class Bench:
         good, bad = {}, {}
         for name, call in variants.items():
             reason = ""
+            if self._names and self.group.rank == 0:
+                print(f"  trying {name}", flush=True)
             for one in sets.sources:
                 one.local.fill_(1)
             for one in sets.outs:
@@ -387,10 +393,10 @@ def _turning(variants: dict[str, Call], count: int) -> dict[str, Callable[[], ob
 def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs on every rank."""
     group = ut.init()
-    bench = Bench(group, options["ctas"], options["more"], options["nccl"], options["tuning"])
+    bench = Bench(group, *(options[name] for name in ("ctas", "more", "nccl", "names", "tuning")))
     found = []
     for collective in options["collectives"]:
-        for size in SIZES if collective == "all_reduce" else FEW_SIZES:
+        for size in options["sizes"] or (SIZES if collective == "all_reduce" else FEW_SIZES):
             found.append({"collective": collective, **bench.measure(collective, size, options["rounds"])})
             if group.rank == 0:
                 print(table(found[-1], group.size), flush=True)
@@ -441,6 +447,9 @@ def main() -> None:
     parser.add_argument("--only", default="all_reduce,all_gather,reduce_scatter,all_to_all")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--ctas", default="8")
+    parser.add_argument("--sizes", default="")
+    parser.add_argument("--names", action="store_true")
+    parser.add_argument("--deadline", type=float, default=60)
     parser.add_argument("--more", action="store_true")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--tuning", type=json.loads, default={})
@@ -453,10 +462,11 @@ def main() -> None:
         arguments = {
             "collectives": options.only.split(","), "rounds": options.rounds, "more": options.more,
             "ctas": [int(one) for one in options.ctas.split(",")], "nccl": options.nccl, "tuning": options.tuning,
-            "part": str(part) if part else "",
+            "part": str(part) if part else "", "names": options.names,
+            "sizes": [int(one) << 10 for one in options.sizes.split(",") if one],
         }  # fmt: skip
         try:
-            found = ut.launch(rank_main, ranks, device="cuda", args=(arguments,), deadline=60)[0]
+            found = ut.launch(rank_main, ranks, device="cuda", args=(arguments,), deadline=options.deadline)[0]
         except Exception as error:
             print(f"{ranks} ranks: {error}", flush=True)
             found = json.loads(part.read_text()) if part and part.exists() else []

@@ -133,6 +133,47 @@ def copy_lane_works_where_peers_exist(group: ut.Group) -> None:
         lane.flush()
 
 
+@fabric_suite.check
+def joined_buffers_reach_every_peer(group: ut.Group) -> None:
+    """Odd sizes, and again after a release: the memory is the buffer's own, whichever mapping is used."""
+    for count in (1, 1000, (3 << 20) + 7):
+        buffer = group.fabric.buffer((count,), torch.bfloat16)
+        joined = group.fabric.joined(buffer)
+        whole = joined.view(count, torch.bfloat16)
+        buffer.local.fill_(group.rank + 1)
+        settle(group)
+        for rank in range(group.size):
+            assert bool((whole[rank] == rank + 1).all()), (count, rank)
+        settle(group)
+        whole[(group.rank + 1) % group.size].fill_(10 + group.rank)
+        settle(group)
+        assert bool((buffer.local == 10 + (group.rank - 1) % group.size).all())
+        read = torch.empty(group.size, 64, 64, dtype=torch.bfloat16, device=group.device)
+        if count >= 4096:
+            copy_tiles(joined.view(4096, torch.bfloat16).view(group.size, 64, 64), read)
+            assert torch.equal(read[:, 0, 0], whole[:, 0])
+            assert torch.equal(read.view(group.size, -1), whole[:, :4096])
+        settle(group)
+        joined.release()
+        buffer.release()
+
+
+def copy_tiles(source: torch.Tensor, out: torch.Tensor) -> None:
+    """out = source [ranks, 64, 64], each tile by one load of a tensor descriptor of three dimensions."""
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    @triton.jit
+    def kernel(tiles, out):
+        rank = tl.program_id(0)
+        tile = tl.reshape(tiles.load([rank, 0, 0]), (64, 64))
+        place = rank * 4096 + tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+        tl.store(out + place, tile)
+
+    kernel[(len(source),)](TensorDescriptor.from_tensor(source, [1, 64, 64]), out)
+
+
 def abandoned(deadline_only: bool, strategies: tuple[str, ...] = ("serial:peer", "chunked:dma")) -> str:
     """The last rank dies, or merely does not come; the others wait in a stream and must all raise."""
     group = ut.init()

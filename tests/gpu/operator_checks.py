@@ -6,6 +6,7 @@ import faulthandler
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import matmul_suite
 import token_checks
@@ -15,6 +16,8 @@ from matmul_suite import Case
 import undertow as ut
 from undertow.errors import StrategyUnavailable
 from undertow.ops.matmul_all_reduce import reference
+from undertow.plan.defaults import fused_plan
+from undertow.plan.problem import Problem
 
 CHECK_SECONDS = 240
 CHECKS: dict[str, Callable[[ut.Group], None]] = {}
@@ -203,6 +206,50 @@ def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
         matmul_suite.verify(group, Case(operator, strategy, dtype, FUSED_SHAPES[which], seed))
         if number % 100 == 0:
             settle(group)
+
+
+@check
+def fused_plans_are_exact(group: ut.Group) -> None:
+    """Rows that are pushed and pulled, gathered ones kept for the gradient; sums in one round and in several."""
+    case = Case("all_gather_matmul", "fused:peer", torch.bfloat16, (0, 0, 0), SEEDS[0])
+    rows = [300 + 7 * rank for rank in range(group.size)]
+    inner, columns = 264, 520
+    mine = [matmul_suite.integers(count, inner, 5 + rank, case, group.device) for rank, count in enumerate(rows)]
+    w = matmul_suite.integers(inner, columns, 50 + group.rank, case, group.device)
+    problem = Problem.of(
+        "all_gather_matmul", sum(rows), columns, inner, dtype="bfloat16", ranks=group.size, device="cuda",
+        multiprocessors=group.fabric.multiprocessors, shards=rows, bulk=group.fabric.bulk_copies,
+        together=group.fabric.together,
+    )  # fmt: skip
+    want = (torch.cat(mine).double() @ w.double()).to(torch.bfloat16)
+    for turn in range(6):
+        plan = fused_plan(replace(problem, together=turn % 2 == 0), "peer")
+        assert plan.pull == (turn % 2 == 0)
+        x, weight = mine[group.rank].clone().requires_grad_(turn > 3), w.clone().requires_grad_(turn > 3)
+        y = ut.all_gather_matmul(x, weight, rows=rows, group=group, plan=plan)
+        assert torch.equal(y, want), plan
+        if turn > 3:
+            y.backward(torch.ones_like(y))
+            assert weight.grad is not None
+            assert torch.equal(weight.grad, torch.cat(mine).double().sum(0)[:, None].expand_as(w).to(torch.bfloat16))
+    m, n, k = 4096, 2048, 128
+    xs = [matmul_suite.integers(m, k, 5 + rank, case, group.device) for rank in range(group.size)]
+    ws = [matmul_suite.integers(k, n, 90 + rank, case, group.device) for rank in range(group.size)]
+    whole = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(torch.bfloat16)
+    part = torch.tensor_split(whole, group.size)[group.rank]
+    for rounds in (1, 2, 5, 16):
+        for operator, right in ((ut.matmul_all_reduce, whole), (ut.matmul_reduce_scatter, part)):
+            asked = Problem.of(
+                operator.__name__, m, n, k, dtype="bfloat16", ranks=group.size, device="cuda",
+                multiprocessors=group.fabric.multiprocessors, bulk=group.fabric.bulk_copies,
+            )  # fmt: skip
+            plan = replace(fused_plan(asked, "peer"), rounds=rounds)
+            for turn in range(4):
+                if turn == group.rank:
+                    torch.cuda._sleep(3_000_000)
+                out = torch.full_like(right, float("nan"))
+                operator(xs[group.rank], ws[group.rank], group=group, plan=plan, out=out)
+                assert torch.equal(out, right), f"{operator.__name__}, {rounds} rounds, turn {turn}"
 
 
 @check

@@ -71,7 +71,8 @@ class Node:
             half = -(-elements // (8 * unit)) * 8 * unit
             lines += lines % 2
             poison = float("nan") if dtype.is_floating_point else -1
-            data = [torch.full((2 * half,), poison, dtype=dtype) for _ in range(self.ranks)]
+            whole = torch.full((self.ranks, 2 * half), poison, dtype=dtype)
+            data = list(whole)
             words = [torch.zeros((lines + CTAS) * fused.LINE, dtype=torch.int32) for _ in range(self.ranks)]
             bases = parts.addresses(data), parts.addresses(words)
             self.stages[kind] = [
@@ -80,6 +81,8 @@ class Node:
                 )
                 for rank in range(self.ranks)
             ]
+            for stage in self.stages[kind]:
+                stage.described["side by side"] = whole
         return self.stages[kind][fabric.group.rank]
 
     def run(self, call: Callable[[Any, int], Callable[[], None]]) -> None:
@@ -120,6 +123,7 @@ for _module in (fused_cuda, tokens_cuda):
     _module.device_table = lambda fabric, key, make: parts.table(make())  # type: ignore[attr-defined]
     _module.load = lambda *arguments: None  # type: ignore[attr-defined]
 Stage.follow = Stage.enqueued = lambda self, device: None  # type: ignore[method-assign,assignment]
+Stage.side_by_side = lambda self, fabric: self.described["side by side"]  # type: ignore[method-assign]
 
 
 def made(*shape: int, seed: int) -> torch.Tensor:
@@ -196,26 +200,32 @@ def test_rows_that_arrive_as_it_is_launched(n: int, transposed: bool, bulk: bool
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-def test_a_scatter_as_it_is_launched(bulk: bool) -> None:
-    m, n, k = 70, 136, 24
-    node, nothing = Node(2, bulk), Finish(None, "none")
+@pytest.mark.parametrize(("m", "n", "rounds"), [(70, 136, 1), (390, 520, 3)])
+def test_a_scatter_as_it_is_launched(m: int, n: int, rounds: int, bulk: bool) -> None:
+    node, nothing, k = Node(2, bulk), Finish(None, "none"), 24
     xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(n, k, seed=9 + rank).t() for rank in range(2)]
-
-    asked = Problem.of(
-        "matmul_reduce_scatter", m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=bulk
-    )  # fmt: skip
-    outs = [poisoned(m // 2, n) for _ in range(2)]
-    node.run(lambda fabric, rank: fused_cuda.prepare(
-        xs[rank], ws[rank], outs[rank], asked, fused_plan(asked, "peer"), nothing, fabric
-    ))  # fmt: skip
-    for got, right in zip(outs, scattered_reference(wide(xs), wide(ws)), strict=True):
-        assert torch.equal(got, right.to(HALF))
+    want = scattered_reference(wide(xs), wide(ws))
+    for operator in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        asked = Problem.of(
+            operator, m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=bulk
+        )  # fmt: skip
+        plan = dataclasses.replace(fused_plan(asked, "peer"), rounds=rounds, group_bands=2, share=Share(1, 1))
+        scatters = operator == "matmul_reduce_scatter"
+        owners = fused.scatter_table(fused.owned(asked, plan), n, plan, 0, not scatters)[:, fused.OWNER]
+        assert bool((owners[owners.argmin() :] == 1).any()) == (rounds > 1), "own tiles come among the others'"
+        outs = [poisoned(m // 2 if scatters else m, n) for _ in range(2)]
+        node.run(lambda fabric, rank, asked=asked, plan=plan, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
+            xs[rank], ws[rank], outs[rank], asked, plan, nothing, fabric
+        ))  # fmt: skip
+        for got, right in zip(outs, want if scatters else [torch.cat(want)] * 2, strict=True):
+            assert torch.equal(got, right.to(HALF))
 
 
 @pytest.mark.parametrize("bulk", [True, False])
 @pytest.mark.parametrize("loaders", [1, 2])
 @pytest.mark.parametrize(("rows", "k"), [((70, 70), 24), ((70, 1, 65), 264)])
-def test_a_gather_as_it_is_launched(rows: tuple[int, ...], k: int, loaders: int, bulk: bool) -> None:
+@pytest.mark.parametrize("pull", [False, True])
+def test_a_gather_as_it_is_launched(pull: bool, rows: tuple[int, ...], k: int, loaders: int, bulk: bool) -> None:
     """One band each, or several of small tiles in several parts: by all CTAs, or by one while another is early."""
     n, ranks = 136, len(rows)
     node, nothing = Node(ranks, bulk), Finish(None, "none")
@@ -223,9 +233,10 @@ def test_a_gather_as_it_is_launched(rows: tuple[int, ...], k: int, loaders: int,
     ws = [made(n, k, seed=9 + rank).t() for rank in range(ranks)]
     asked = Problem.of(
         "all_gather_matmul", sum(rows), n, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS,
-        shards=rows, bulk=bulk,
+        shards=rows, bulk=bulk, together=pull,
     )  # fmt: skip
     plan = fused_plan(asked, "peer")
+    assert plan.pull == pull
     plan = dataclasses.replace(plan, share=Share(CTAS - 1, loaders), piece=256)
     early = [fused.early_tiles(rows, n, plan, rank) for rank in range(ranks)]
     assert (min(early) > 0) == (loaders == 1)
@@ -239,6 +250,11 @@ def test_a_gather_as_it_is_launched(rows: tuple[int, ...], k: int, loaders: int,
         (stages,) = node.stages.values()
         for rank, stage in enumerate(stages):
             turn, half = int(stage.epochs[0]) % 2, stage.half
+            if pull:
+                kept = stage.data.local[turn * half : (turn + 1) * half]
+                assert torch.equal(kept[: xs[rank].numel()], xs[rank].view(-1))
+                assert bool(torch.isnan(kept[xs[rank].numel() :]).all()), "rows of others were copied"
+                continue
             own = slice(sum(rows[:rank]), sum(rows[: rank + 1]))
             there = stage.data.local[turn * half : turn * half + sum(rows) * k].view(-1, k)
             assert bool(torch.isnan(there[own]).all()), "own rows were copied"

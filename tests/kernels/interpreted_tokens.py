@@ -184,9 +184,10 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
             xs[rank], stages[rank], b, NOBODY, xs[rank], outs[rank], outs[rank], tiles, pushes, addresses(stages),
             addresses(words), words[rank], torch.full((3,), EPOCH - 1, dtype=torch.int32), taken,
             0 if pushing else len(tiles), len(pushes) if pushing else 0, 2, 1, k, k, b.stride(1), b.stride(0),
-            capacity, lines, -(-k // PLAN.piece), rank, NOBODY, NOBODY, 10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1],
+            0, capacity, lines, -(-k // PLAN.piece), rank, NOBODY, NOBODY, 10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1],
             BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True, PARTS=4, BULK=False, EVEN=n % 8 == 0,
             BIAS=False, ACTIVATION=0, WIDTH=PLAN.piece, RANKS=ranks, ANNOUNCED=True,
+            PULL=False,
         )  # fmt: skip
 
     for rank in range(ranks):

@@ -132,10 +132,10 @@ def test_without_tma_words_cover_stores_and_waits_come_before_loads(name: str) -
     assert check_release_order(bare) != []
 
 
-def interpreted(name: str) -> None:
+def interpreted(*names: str) -> None:
     """Through Triton's interpreter, which is chosen when a kernel is defined: in a process of its own."""
     folder = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(str(folder / name) for name in names)]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -41,7 +41,8 @@ def test_the_next_rows_are_on_their_way_while_some_are_stored(width: int) -> Non
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rows_are_stored_before_their_word(width: int) -> None:
-    for kernel in (gather(width=width), gather(False, width=width), gather(False, tokens=True, width=width)):
+    bare_stores = gather(False, width=width), gather(False, tokens=True, width=width)
+    for kernel in (gather(width=width), gather(width=width, pull=True), *bare_stores):
         moved = [one for one in check_release_order(kernel.ptx) if "cp.async.bulk" not in one]
         assert moved == []
         bare = re.sub(r"(\.reg \.b64 place;\n)\s*barrier\.sync 0;", r"\1", kernel.ptx)
@@ -50,9 +51,9 @@ def test_rows_are_stored_before_their_word(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_multiplications_are_not_serialised(width: int, ranks: int) -> None:
-    kernel = gather(width=width, ranks=ranks, transposed=True)
+@pytest.mark.parametrize(("ranks", "pull"), [(2, False), (8, False), (4, True)])
+def test_multiplications_are_not_serialised(width: int, ranks: int, pull: bool) -> None:
+    kernel = gather(width=width, ranks=ranks, transposed=True, pull=pull)
     assert kernel.spills == 0
     assert "serialized" not in log(kernel.ptx)
 
@@ -67,4 +68,7 @@ def log(ptx: str) -> str:
 
 
 def test_a_gather_as_it_is_launched() -> None:
-    interpreted("interpreted_launches.py::test_a_gather_as_it_is_launched[rows1-264-1-False]")
+    interpreted(
+        "interpreted_launches.py::test_a_gather_as_it_is_launched[False-rows1-264-1-False]",
+        "interpreted_launches.py::test_a_gather_as_it_is_launched[True-rows1-264-1-True]",
+    )

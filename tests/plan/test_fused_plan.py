@@ -58,6 +58,50 @@ def test_every_element_is_computed_once_and_owned_by_one(
     assert len({line for line, _, _ in lines}) == len(lines)  # all ranks mean the same tile by a line
 
 
+@pytest.mark.parametrize("shards", [*SHARDS, (24, 24, 24, 24), (64, 40)])
+@pytest.mark.parametrize("rounds", [2, 3, 8, 100])
+@pytest.mark.parametrize("ctas", [1, 3, None])
+def test_rounds_of_a_scatter_end_however_many_work(shards: tuple[int, ...], rounds: int, ctas: int | None) -> None:
+    """Every tile once; and ranks whose CTAs take tiles in turn, each waiting in its own tiles, all come to the end."""
+    plan = replace(plan_of((2, 3), 2), rounds=rounds, share=Share(ctas))
+    tables = [fused.scatter_table(shards, 13, plan, rank, False) for rank in range(len(shards))]
+    for table in tables:
+        assert len(np.unique(table[:, fused.TILE_LINE])) == len(table)
+        assert sorted(table[:, fused.TILE_LINE]) == sorted(tables[0][:, fused.TILE_LINE])
+    for active in (1, 2, 5):
+        work = [
+            (rank, table[first::active, [fused.TILE_LINE, fused.OWNER]].tolist()[::-1])
+            for rank, table in enumerate(tables)
+            for first in range(active)
+        ]
+        arrived: dict[int, int] = {}
+        moved = True
+        while moved:
+            moved = False
+            for rank, left in work:
+                while left and (left[-1][1] != rank or arrived.get(left[-1][0], 0) == len(shards) - 1):
+                    line, owner = left.pop()
+                    arrived[line] = arrived.get(line, 0) + (owner != rank)
+                    moved = True
+        assert not any(left for _, left in work), f"{active} CTAs a rank wait for each other"
+
+
+def test_own_tiles_are_spread_over_the_others_and_over_the_ctas() -> None:
+    """Llama's wide layer: at most a third of a wave sums at once until the last round, and no CTA more than others."""
+    asked = problem("matmul_reduce_scatter", m=8192)
+    plan = fused_plan(asked, "peer")
+    assert plan.rounds == 8
+    active = plan.share.multiprocessors
+    assert active is not None
+    own = fused.scatter_table(asked.shards, asked.n, plan, 1, False)[:, fused.OWNER] == 1
+    waves = np.add.reduceat(own, np.arange(0, len(own), active))
+    crowded = np.flatnonzero(waves > active // 3)
+    assert own[crowded[0] * active :].sum() <= own.sum() / 4
+    spread = own[: crowded[0] * active].reshape(-1, active).sum(axis=0)
+    assert spread.max() - spread.min() <= 3
+    assert fused_plan(problem("matmul_reduce_scatter", m=512), "peer").rounds == 1
+
+
 def test_a_scatter_of_few_rows_streams_weights_twice() -> None:
     """Once for all others' bands together, once for its own."""
     asked = problem("matmul_reduce_scatter", m=512)
@@ -125,6 +169,24 @@ def test_a_band_is_pushed_to_all_at_once_and_to_where_tiles_wait_for_it(shards: 
         waiting = {line: (row, rows) for row, rows, *_, line, _ in found.tolist() if line != fused.OWN}
         assert waiting == arrived[rank]
     assert len(fused.push_table((9,), plan, 0)) == 0
+
+
+@pytest.mark.parametrize("shards", SHARDS)
+def test_pulled_rows_are_where_their_owner_keeps_them(shards: tuple[int, ...]) -> None:
+    """The same tiles in the same order, of rows that their owner stored once, and told everybody of."""
+    pushed = replace(plan_of((4, 5), 2), share=Share(4, 4))
+    plan, ranks = replace(pushed, pull=True), len(shards)
+    kept: dict[tuple[int, int], tuple[int, int]] = {}
+    for rank in range(ranks):
+        for row, rows, to, into, line, copies, told, heard in fused.push_table(shards, plan, rank).tolist():
+            assert (to, into, copies, told, heard) == (rank, row, 1, 0, ranks)
+            kept[rank, line] = row, rows
+    for rank in range(ranks):
+        table, other = (fused.gather_table(shards, 13, one, rank) for one in (plan, pushed))
+        assert (table[:, 1:7] == other[:, 1:7]).all()
+        for row, rows, _, _, place, _, line, source in table.tolist():
+            assert row == place // 13 - sum(shards[:source])
+            assert line == fused.OWN if source == rank else kept[source, line] == (row, rows)
 
 
 def test_tiles_come_as_their_rows_arrive() -> None:
@@ -227,6 +289,7 @@ def test_a_tile_needs_the_memory_of_its_owner() -> None:
         ({"order": "rotated"}, "order"),
         ({"layout": "packed"}, "layout"),
         ({"own_last": True}, "own_last"),
+        ({"rounds": 2}, "rounds"),
         ({"share": Share(communication_priority=0)}, "share.communication_priority"),
     ],
 )
@@ -274,6 +337,9 @@ def test_what_a_stage_takes_is_known(operator: str, m: int, times: float) -> Non
     assert fused.stage_bytes(asked, fused_plan(asked, "peer")) == times * asked.result_bytes
     gathers = problem("all_gather_matmul", m=m)
     assert fused.stage_bytes(gathers, fused_plan(gathers, "peer")) == 2 * m * gathers.k * 2
+    pulls = replace(gathers, together=True)
+    assert fused_plan(pulls, "peer").pull
+    assert fused.stage_bytes(pulls, fused_plan(pulls, "peer")) == 2 * m // 4 * gathers.k * 2
 
 
 @pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])

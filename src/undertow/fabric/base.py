@@ -254,6 +254,7 @@ class Fabric(ABC):
     slots = 8  # hand-off slots between every two ranks, per lane
     multiprocessors: int  # SMs (on a CPU: threads) that this rank computes with
     bulk_copies = True  # whether a GPU has TMA; a CPU has no tiles that would be chosen by it
+    together = False  # whether all ranks share one GPU, and its memory
     unknown_sharers = ""  # why nobody can tell who else fills this device; the same on all ranks
 
     def __init__(self, group: Group) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .. import errors
 from . import atomics, green, sharers, stream_memory, torch_symmetric
 from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
+from .joined import Joined
 from .pinned import PinnedSegment
 from .share import bounded_grids, on_multiprocessors
 from .signals import Signals, Step
@@ -39,12 +40,14 @@ class CudaFabric(Fabric):
         self.guard = StreamGuard(group)
         self._streams: dict[tuple[str, int], CudaStream] = {}
         self._flags: list[CudaSignals] = []
+        self._joined: list[Joined] = []
         properties = torch.cuda.get_device_properties(self.device)
         mine = sharers.seat(str(properties.uuid), int(properties.multi_processor_count), dist.get_world_size())
         seats = [sharers.Seat(*one) for one in group.exchange(list(mine), "which GPUs ranks have")]
         devices = [one.gpu for one in seats]
         #: whether two ranks share a GPU: copies between them run on SMs there, so `dma` goes through the host
         self.shares_device = len(set(devices)) < group.size
+        self.together = len(set(devices)) == 1
         #: SMs of this rank: of a GPU that is shared, by whatever ranks of the job, its part, which kernels keep to by
         #: the size of their grids. The same on all ranks of the group
         self.multiprocessors = sharers.part(seats)
@@ -103,6 +106,12 @@ class CudaFabric(Fabric):
         torch.cuda.current_stream(self.device).synchronize()  # the zeros are there before anybody writes
         group.barrier()
         return [view[:count].view(shape) for view in shared], (flat, handle)
+
+    def joined(self, buffer: SymmetricBuffer) -> Joined:
+        """All ranks' parts of a buffer side by side (`joined.py`). Callers may release them before the fabric does."""
+        made = Joined([buffer.address(rank) for rank in range(self.group.size)], self.device)
+        self._joined.append(made)
+        return made
 
     def _capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -201,6 +210,9 @@ class CudaFabric(Fabric):
         torch.cuda.synchronize(self.device)
         self.guard.close()
         self._streams.clear()
+        for one in self._joined:
+            one.release()
+        self._joined.clear()
         super().close()
         self._flags.clear()
 

@@ -1,11 +1,11 @@
 """A matmul whose tiles go to their owners by themselves: out = rows of the sum over ranks of a @ b, in one launch.
 
-Every rank computes all tiles of its own product, those of the following rank's rows first, its own last. A finished
-tile is stored into the memory of the rank that owns its rows, where each rank has a slot of its own, and a word there
-says so. When own tiles come, the others' parts of them have long arrived: they are added while the tile is still in
-registers. So there is no second pass, and no loader or reducer that would take SMs from the matmul.
+Every rank computes all tiles of its own product, own ones later than the others' (`plan/fused.py`). A finished tile is
+stored into the memory of the rank that owns its rows, where each rank has a slot of its own, and a word there says so.
+When own tiles come, the others' parts of them have arrived: they are added while the tile is still in registers. So
+there is no second pass, and no loader or reducer that would take SMs from the matmul.
 
-    for tile in table:                        shards of ranks r + 1, r + 2, ..., r
+    for tile in table:
         total = a @ b                         fp32
         words[tile before, r] of its owner = epoch
         if mine:  wait for words[tile, s] of all others s; out = total + sum over s of partials[s]
@@ -94,13 +94,13 @@ def collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, B
         tl.store(out + (out_row + down).to(tl.int64) * n + across, found, mask=mask)
 
 
-_FREE = ["bias", "table", "bases", "words", "epochs", "tiles", "own", "inner", "lines", "abort", "error", "deadline_ns"]
+_FREE = ["bias", "table", "bases", "words", "epochs", "tiles", "inner", "lines", "abort", "error", "deadline_ns"]
 
 
 @triton.jit(do_not_specialize=[*_FREE, "rank", "active", "plane", "half", "reduced_bases", "a_row", "b_row"])
 def fused_scatter_kernel(
     a, b, partials, out, reduced, bias, table, bases, reduced_bases, words, epochs,
-    a_row: tl.int64, b_row: tl.int64, tiles: tl.int32, own: tl.int32, active: tl.int32, inner: tl.int32, n: tl.int32,
+    a_row: tl.int64, b_row: tl.int64, tiles: tl.int32, active: tl.int32, inner: tl.int32, n: tl.int32,
     plane: tl.int64, half: tl.int64, lines: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     RANKS: tl.constexpr, BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
@@ -112,7 +112,7 @@ def fused_scatter_kernel(
     further for those of odd ones; `reduced` (BROADCAST) likewise without sources, RANKS planes behind `partials`.
     `bases`: addresses of all ranks' words, `reduced_bases` of their `reduced`, `words` those here: a line for each of
     `lines` tiles, and as many for sums that are ready. The first `active` CTAs work; every CTA of the grid, which never
-    changes, counts calls in its word of `epochs`. The last `own` tiles of the table are this rank's.
+    changes, counts calls in its word of `epochs`.
     """
     program, programs = tl.program_id(0), active
     n, plane, half = n // 8 * 8, plane // 8 * 8, half // 8 * 8  # they are so already: it tells the compiler
@@ -162,12 +162,14 @@ def fused_scatter_kernel(
         place = tl.where(mine, (lines + line) * LINE, line * LINE + rank)
     tell(bases, first, told, place, epoch, failed)
     if BROADCAST:
-        for position in range(program, here - own, programs):
+        for position in range(program, here, programs):
             entry = table + position * ENTRY
             line, owner = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
-            signal_wait_all(words + (lines + line) * LINE, epoch, 1, -1, abort, error, deadline_ns)
-            source = tl.load(reduced_bases + owner).to(tl.pointer_type(out.dtype.element_ty))
-            source = tl.multiple_of(source, 16) + turn * half
-            collect(out, source, tl.load(entry + 4).to(tl.int32), tl.load(entry + 1).to(tl.int32),
-                     tl.load(entry + 7).to(tl.int32), tl.load(entry + 2).to(tl.int32), n, BLOCK_M, BLOCK_N)  # fmt: skip
+            if owner != rank:
+                signal_wait_all(words + (lines + line) * LINE, epoch, 1, -1, abort, error, deadline_ns)
+                source = tl.load(reduced_bases + owner).to(tl.pointer_type(out.dtype.element_ty))
+                source = tl.multiple_of(source, 16) + turn * half
+                collect(out, source, tl.load(entry + 4).to(tl.int32), tl.load(entry + 1).to(tl.int32),
+                        tl.load(entry + 7).to(tl.int32), tl.load(entry + 2).to(tl.int32), n, BLOCK_M,
+                        BLOCK_N)  # fmt: skip
     tl.store(epochs + program, epoch)

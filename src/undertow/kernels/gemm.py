@@ -138,16 +138,19 @@ def store_tile(
 @triton.jit
 def multiply(
     a, b, row, column, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr, expert=0, GROUPED: tl.constexpr = False,
+    TRANSPOSED: tl.constexpr, expert=0, GROUPED: tl.constexpr = False, owner=0, OWNED: tl.constexpr = False,
 ):  # fmt: skip
-    """The main loop: one tile of a @ b, or (GROUPED) of a @ b[expert].
+    """The main loop: one tile of a @ b, or (GROUPED) of a @ b[expert], or (OWNED) of a[owner] @ b.
 
-    Grouped weights are a descriptor of three dimensions, so that what lies behind the last row of one expert reads as
-    zeros and never as the next expert's.
+    Grouped weights, and rows that several ranks have, are a descriptor of three dimensions, so that what lies behind
+    the last row of one expert reads as zeros and never as the next expert's.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(steps):
-        x = a.load([row, step * BLOCK_K])
+        if OWNED:
+            x = tl.reshape(a.load([owner, row, step * BLOCK_K]), (BLOCK_M, BLOCK_K))
+        else:
+            x = a.load([row, step * BLOCK_K])
         if GROUPED:
             if TRANSPOSED:
                 w = tl.reshape(b.load([expert, column, step * BLOCK_K]), (BLOCK_N, BLOCK_K)).T

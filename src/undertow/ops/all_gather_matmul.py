@@ -105,6 +105,7 @@ def call(
     problem = Problem.of(
         OPERATOR, m, n, k, dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, shards=counts, bulk=on.fabric.bulk_copies,
+        together=on.fabric.together,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     same_on_all = f"M {m} in {counts}, K {k}, {dtype_name(x)}"

@@ -51,7 +51,7 @@ def prepare(
         with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
             launch(stage.epochs, active(plan, fabric))
         if arriving is not None:
-            arriving.begin(_gathered(x, problem, stage, fabric.group.rank))
+            arriving.begin(_gathered(x, problem, plan, stage, fabric.group.rank))
         stage.enqueued(fabric.device)
         if arriving is not None:
             arriving.add([(0, problem.m)])
@@ -61,15 +61,24 @@ def prepare(
     return call
 
 
-def _gathered(x: torch.Tensor, problem: Problem, stage: Stage, rank: int) -> torch.Tensor:
-    """A copy of the rows that the last gather left in its stage, own ones among them.
+def _gathered(x: torch.Tensor, problem: Problem, plan: Plan, stage: Stage, rank: int) -> torch.Tensor:
+    """A copy of the rows that the last gather left in its stage, own ones among them; pulled ones from their owners.
 
-    Which half they are in only the device knows, as a replayed call counts there.
+    Which half they are in only the device knows, as a replayed call counts there. Owners overwrite what they keep no
+    earlier than in the second call after this one, for which they need this rank's rows of the next.
     """
-    halves = stage.data.local.view(2, stage.half)[:, : problem.m * problem.k]
-    whole = halves.index_select(0, stage.epochs[:1] & 1).view(problem.m, problem.k)
-    first = sum(problem.shards[:rank])
-    whole[first : first + x.shape[0]] = x
+    turn, k = stage.epochs[:1] & 1, problem.k
+    starts = [sum(problem.shards[:one]) for one in range(problem.ranks)]
+    if plan.pull:
+        whole = x.new_empty(problem.m, k)
+        for source, (first, rows) in enumerate(zip(starts, problem.shards, strict=True)):
+            if source != rank:
+                halves = stage.data.peer(source).view(2, stage.half)[:, : rows * k]
+                whole[first : first + rows] = halves.index_select(0, turn).view(rows, k)
+    else:
+        halves = stage.data.local.view(2, stage.half)[:, : problem.m * k]
+        whole = halves.index_select(0, turn).view(problem.m, k)
+    whole[starts[rank] : starts[rank] + x.shape[0]] = x
     return whole
 
 
@@ -91,7 +100,6 @@ def _scatter(
     stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
     key = ("fused scatter", shards, n, plan.digest, rank, broadcast)
     table = device_table(fabric, key, lambda: fused.scatter_table(shards, n, plan, rank, broadcast))
-    own = -(-shards[rank] // block_m) * -(-n // block_n)
     sums = stage.describe(("sums", plane), lambda: (
         stage.data.local[size * plane :], stage.bases + size * plane * x.element_size()
     ))  # fmt: skip
@@ -102,7 +110,7 @@ def _scatter(
         kernel: Any = fused_scatter_kernel
         kernel[(fabric.multiprocessors,)](
             *both.operands((block_m, block_n)), stage.data.local, y, sums[0], bias, table, stage.word_bases, sums[1],
-            stage.words.local, epochs, *both.strides[:2], len(table), own, working, both.inner, n, plane, stage.half,
+            stage.words.local, epochs, *both.strides[:2], len(table), working, both.inner, n, plane, stage.half,
             stage.lines // 2, rank, *watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, **ends, **both.constants,
         )  # fmt: skip
@@ -126,7 +134,8 @@ def _gather(
     rank, n, k = fabric.group.rank, problem.n, problem.k
     lines = sum(-(-rows // block_m) for rows in problem.shards)
     # One for each K, so that rows of all calls have the same places in both halves.
-    stage = stage_of(fabric, ("gather", x.dtype, k), fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
+    kind = "pulled" if plan.pull else "gather", x.dtype, k
+    stage = stage_of(fabric, kind, fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
     key = ("fused gather", problem.shards, n, plan.digest, rank)
     table = device_table(fabric, key, lambda: fused.gather_table(problem.shards, n, plan, rank))
     pushed = ("fused pushes", problem.shards, plan.digest, rank)
@@ -153,14 +162,19 @@ def gather_launch(
 
     assert plan.tile is not None
     block_m, block_n = plan.tile
-    k, n = x.shape[1], w.shape[-1]
+    k, n, size = x.shape[1], w.shape[-1], fabric.group.size
     capacity = stage.half // k
     lines = stage.lines // 2 - announced  # a line of announcements, and one to make their number even
     both = factors(x, w, fabric.bulk_copies)
-    buffer = stage.data.local[: 2 * stage.half].view(2 * capacity, k)
+    block = [block_m, both.block_k]
+    if plan.pull:
+        rows = stage.side_by_side(fabric)
+        buffer, block = rows.as_strided((size, 2 * capacity, k), (rows.stride(0), k, 1)), [1, *block]
+    else:
+        buffer = stage.data.local[: 2 * stage.half].view(2 * capacity, k)
     gathered: Any = buffer
     if fabric.bulk_copies:
-        gathered = stage.describe(("gathered", block_m), lambda: descriptor(buffer, [block_m, both.block_k]))
+        gathered = stage.describe(("gathered", block_m), lambda: descriptor(buffer, block))
     bias, ends = finishing(finish, y)
     aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
     bulk = aligned and whole and fabric.bulk_copies and y.numel() > 0
@@ -173,15 +187,15 @@ def gather_launch(
         kernel[(fabric.multiprocessors,)](
             a, gathered, b, descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, both.a, y, bias, table,
             pushes, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), len(pushes),
-            working, min(working, loaders), k, *both.strides, capacity, lines, fused.parts(plan, k), fabric.group.rank,
-            *watch(fabric),
+            working, min(working, loaders), k, *both.strides, buffer.stride(0), capacity, lines, fused.parts(plan, k),
+            fabric.group.rank, *watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=both.grouped, PARTS=parts, BULK=bulk, EVEN=aligned,
-            WIDTH=plan.piece, RANKS=fabric.group.size, ANNOUNCED=announced, **ends, **both.constants,
+            WIDTH=plan.piece, RANKS=size, ANNOUNCED=announced, PULL=plan.pull, **ends, **both.constants,
         )  # fmt: skip
 
     # Columns, bias and activation are each rank's own.
     variant = (both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
-    load(fabric, stage, ("gather", announced, plan.tile, plan.piece, x.dtype, both.grouped), variant, launch)
+    load(fabric, stage, ("gather", announced, plan.pull, plan.tile, plan.piece, x.dtype, both.grouped), variant, launch)
     return launch
 
 

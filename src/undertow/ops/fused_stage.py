@@ -25,6 +25,7 @@ from .overlap import half_way
 
 if TYPE_CHECKING:
     from ..fabric.base import SymmetricBuffer
+    from ..fabric.joined import Joined
 
 _STAGES, _LOADED = object(), object()  # names of what is kept with a fabric
 _ROUND = 1 << 20  # elements: a small stage is made twice as large as asked, up to this
@@ -36,6 +37,7 @@ class Stage:
 
     `epochs`: the number of calls, counted by every CTA; `taken`: tiles that were handed out, of either turn. `stream`:
     of the last call, after which `event` was recorded; `captured`: of the last captured one. None: there was none.
+    `joined`: all ranks' `data` side by side, where a kernel wanted it so.
     """
 
     data: SymmetricBuffer
@@ -50,6 +52,7 @@ class Stage:
     event: int
     stream: int | None = None
     captured: int | None = None
+    joined: Joined | None = None
     described: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     def follow(self, device: torch.device) -> None:
@@ -68,6 +71,23 @@ class Stage:
         if not stream_memory.is_capturing():
             self.stream = stream_memory.current_stream(device)
             stream_memory.record(self.stream, self.event)
+
+    def side_by_side(self, fabric: CudaFabric) -> torch.Tensor:
+        """[ranks, 2 * half]: `data` of all ranks. The first time not in a capture; all ranks or none get it."""
+        if self.joined is None:
+            made: list[Joined] = []
+            reason = _why_not(lambda: made.append(fabric.joined(self.data)))
+            said = fabric.group.exchange(reason, "whether memory could be mapped side by side")
+            agree(said, "could not map the others' memory")
+            self.joined = made[0]
+        return self.joined.view(2 * self.half, self.data.dtype)
+
+    def release(self) -> None:
+        """Let go of the memory: nothing uses it any more."""
+        if self.joined is not None:
+            self.joined.release()
+        self.data.release()
+        self.words.release()
 
     def describe(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         """What is made of a stage once for each kind of call: descriptors, views."""
@@ -104,8 +124,7 @@ def stage_of(
         group.barrier()  # nobody uses the old one any more, but for graphs
         del stages[kind]
         if old.captured is None:
-            old.data.release()
-            old.words.release()
+            old.release()
         else:
             outgrown.append(old)
     data = fabric.buffer(2 * half, dtype)
@@ -185,12 +204,12 @@ def _why_not(attempt: Callable[[], None]) -> str:
     return ""
 
 
-def agree(said: list[str]) -> None:
-    """Refuse the call on all ranks if one of them could not load its kernel."""
+def agree(said: list[str], what: str = "could not load the kernel") -> None:
+    """Refuse the call on all ranks if one of them could not do what it must."""
     for rank, reason in enumerate(said):
         if reason:
             raise StrategyUnavailable(
                 strategy="fused",
-                reason=f"rank {rank} could not load the kernel ({reason})",
+                reason=f"rank {rank} {what} ({reason})",
                 possible="signaled, serial",
             )

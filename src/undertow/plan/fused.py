@@ -4,9 +4,17 @@ scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank tha
            computes the rows of the following ranks first, its own last, so that the others' parts have arrived.
            For all_reduce whole bands belong to ranks, by torch.tensor_split's rule, and the owner's sum goes to all.
 exchange   matmul_all_to_all: a tile goes to the rank that its rows are for. As scatter, without a sum (`tokens.py`).
-gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then the others' as they arrive.
+gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then the others' as they arrive: in
+           this rank's memory, or (`plan.pull`) in that of their owner, where the tile reads them.
            all_to_all_matmul: the same, of the rows that others have for this rank (`tokens.py`).
 decode     matmul_all_reduce of few rows: a block of columns, and perhaps a part of K, goes to every rank.
+
+**Rounds.** The owner adds the others' parts of a tile while it holds its own, and multiplies nothing then. Were all own
+tiles the last ones, all SMs would read parts at once and nobody would multiply. So tiles come in `rounds`: parts of
+all shards, and of the columns. Own tiles of a round follow one by one among the others' tiles of the next round, a few
+waves after the last of theirs, when parts have come and are still in the cache. Each next one takes another CTA, as
+those who sum are behind. Who waits for a round waits for tiles that come, on every rank, before all own tiles of it, so
+nobody waits for somebody who waits for him.
 
 Tiles are walked in groups of `group_bands` bands, column by column, as everywhere (`tiles.py`). Each group streams all
 weights once, and they are often larger than the L2 cache: where a shard has fewer bands than a group, a group of its
@@ -25,6 +33,10 @@ could compute them earlier, and rows that all CTAs push together take a small pa
 What decides is the time of pushing a band to a rank against that of a tile. Both grow with K and with the rows of a
 band, which cancel: it is PUSHED / block_n tiles, where PUSHED is how many operations a CTA does while it pushes a byte.
 No rank must know of the others' order: what they share are the lines of bands and the parts of a line.
+
+**Push or pull.** Pushed rows cross a link once, and every tile reads them here. Pulled ones are read there by every
+tile, which many links could not bear; but ranks that share a GPU share its memory, too (`Problem.together`): there
+pulling spares all copies but one, and all ranks' tiles find the same rows in the cache.
 """
 
 from __future__ import annotations
@@ -48,13 +60,14 @@ MOST_PACKETS = 32  # polled together
 WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
 NARROWEST_PIECE = 256
 PUSHED = 256  # operations of a CTA in the time of pushing a byte: on an H200 7e12 a second against 27e9 bytes a second
+_LATE = 2  # waves by which own tiles are behind the others' of their round: words follow one tile later
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
 DECODE_TILES = ((16, 256), (32, 256), (64, 256), (16, 128), (32, 128), (64, 128))
 # Columns of the line of a table; the first four are those of `reorder`.
 ROW, ROWS, COLUMN, COLUMNS, SHARD_ROW, TILE_LINE, OWNER, OUT_ROW = range(8)
-PLACE, STRIDE, BAND_LINE = 4, 5, 6
+PLACE, STRIDE, BAND_LINE, SOURCE = 4, 5, 6, 7
 OWN = -1  # in place of a band's line: rows of x, which nobody waits for
 
 
@@ -137,7 +150,7 @@ def padded_rows(rows: tuple[int, ...], plan: Plan) -> int:
 def stage_elements(problem: Problem, plan: Plan) -> int:
     """What one turn of a call needs of every rank's memory: a slot for each rank and sums, rows, or packets."""
     if problem.operator == "all_gather_matmul":
-        return problem.m * problem.k
+        return (max(problem.shards) if plan.pull else problem.m) * problem.k
     if problem.operator == "matmul_all_to_all":  # as if the rank that sends most received most: who calls knows
         return problem.m * problem.n
     if form(problem, plan) == DECODE:  # a packet holds two columns
@@ -153,17 +166,13 @@ def stage_bytes(problem: Problem, plan: Plan) -> int:
 
 @lru_cache(256)
 def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast: bool) -> Integers:
-    """[tiles, 8]: what the scatter kernel of `rank` reads at each position; the last tiles are its own.
+    """[tiles, 8]: what the scatter kernel of `rank` reads at each position; own tiles of a round after the others'.
 
     row, rows, column, columns of the product; the row in the owner's shard; the tile's line, its number among all; the
     owner; the row of the output, which is the product's for all_reduce (`broadcast`) and the shard's otherwise.
     """
     grid = _grid(shards, n, plan)
-    distance = (grid.bands[:, 2] - rank) % len(shards)
-    order = np.argsort(distance, kind="stable")
-    own = distance[order] == 0
-    walks = [_walked(order[which], plan, grid.columns) for which in (~own, own)]
-    band, column = (np.concatenate(one) for one in zip(*walks, strict=True))
+    band, column = _in_rounds(grid, plan, rank)
     rows = grid.bands[band]
     table = np.zeros((len(band), 8), dtype=np.int64)
     table[:, ROW], table[:, ROWS], table[:, OWNER] = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -192,7 +201,8 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
     """[tiles, 8]: what the gather kernel of `rank` reads at each position: own tiles first, then as rows arrive.
 
     As `reorder.tile_table`, natural layout, with the band's line in place of the parcel; the rows of own tiles count
-    from the beginning of x, and their line is OWN.
+    from the beginning of x, and their line is OWN. Where they are pulled, all rows count from the beginning of their
+    shard, and its rank stands last.
     """
     grid = _grid(shards, n, plan)
     ranks, shard = len(shards), grid.bands[:, 2]
@@ -205,7 +215,13 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
         own = np.flatnonzero(shard[bands] == rank)
         order = np.concatenate([own[:early], np.delete(np.arange(len(bands)), own[:early])])
         bands, columns = bands[order], columns[order]
-    return _gathered(grid, bands, columns, rank, np.where(shard[bands] == rank, OWN, bands))
+    table = _gathered(grid, bands, columns, rank, np.where(shard[bands] == rank, OWN, bands))
+    if plan.pull:
+        table = table.copy()
+        table[:, ROW] = grid.bands[bands, 0] - np.array(grid.shard_rows, dtype=np.int64)[shard[bands]]
+        table[:, SOURCE] = shard[bands]
+        table.flags.writeable = False
+    return table
 
 
 def early_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:
@@ -223,7 +239,8 @@ def early_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:
     awaited, deep = min(plan.group_bands - own, sum(counts)), 0
     while awaited > sum(min(deep, count) for count in counts):
         deep += 1
-    waves = -(-deep * (len(shards) - 1) * PUSHED // (grid.block_n * pushing))
+    copies = 1 if plan.pull else len(shards) - 1
+    waves = -(-deep * copies * PUSHED // (grid.block_n * pushing))
     return int(min(own * grid.columns, waves * (every - pushing)))
 
 
@@ -232,7 +249,8 @@ def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
     """[bands, 8]: what `rank` pushes to all others: row and rows of x; the rank that is stored to first; row and line
     there; to how many it is stored, downwards and round; the first rank that is told, and how many are.
 
-    All are told, as that is one range of ranks: nobody waits for the words of own bands.
+    All are told, as that is one range of ranks: nobody waits for the words of own bands. What others pull is stored to
+    this rank alone.
     """
     grid, ranks = _grid(shards, 1, plan), len(shards)
     mine = grid.bands[grid.bands[:, 2] == rank]
@@ -242,6 +260,8 @@ def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
         table[:, 2], table[:, 3] = (rank - 1) % ranks, mine[:, 0]
         table[:, 4] = first_line(shards, plan, rank) + np.arange(len(mine))
         table[:, 5], table[:, 7] = ranks - 1, ranks
+        if plan.pull:
+            table[:, 2], table[:, 3], table[:, 5] = rank, table[:, 0], 1
     table.flags.writeable = False
     return table
 
@@ -254,6 +274,37 @@ def first_line(shards: tuple[int, ...], plan: Plan, rank: int) -> int:
 def parts(plan: Plan, k: int) -> int:
     """In how many parts of `plan.piece` columns a band of K columns is brought."""
     return -(-k // plan.piece)
+
+
+def _in_rounds(grid: TileGrid, plan: Plan, rank: int) -> tuple[Integers, Integers]:
+    """Band and column of every tile of a scatter, in the order in which `rank` computes them.
+
+    A round is a part of every shard's bands, as many as make whole groups, and a part of the columns. Which round a
+    tile belongs to is the same for all ranks.
+    """
+    counts, shard = np.array(grid.band_counts, dtype=np.int64), grid.bands[:, 2]
+    parts = max(1, min(plan.rounds, int(counts.max()) // plan.group_bands))
+    columns = split(grid.columns, max(1, min(plan.rounds // parts, grid.columns)))
+    within = np.arange(len(shard)) - np.concatenate([[0], np.cumsum(counts)])[shard]
+    part, distance = within * parts // counts[shard], (shard - rank) % len(counts)
+    # Of one round shard after shard, of several the first band of each: own tiles wait for parts of all the same.
+    order = np.lexsort((within, distance) if plan.rounds == 1 else (distance, within))
+    others, own = (
+        [_walked(order[(part[order] == one) & mine], plan, stop - start, start)
+         for one in range(parts) for start, stop in columns]
+        for mine in (distance[order] != 0, distance[order] == 0)
+    )  # fmt: skip
+    ends, counted = (np.cumsum([len(band) for band, _ in walks]) for walks in (others, own))
+    workers, step = plan.share.multiprocessors or 1, np.arange(counted[-1])
+    # The n-th own tile comes after so many others: not before its round's are over, and evenly from the one before. One
+    # more than evenly in a wave, so that own tiles are not always those of the same CTAs.
+    ready = np.repeat(ends + _LATE * workers, np.diff(counted, prepend=0))
+    apart = len(shard) * grid.columns / max(1, counted[-1]) * (1 + 1 / workers) - 1
+    after = np.maximum.accumulate(ready - apart * step) + apart * step
+    keys = np.arange(ends[-1]), np.minimum(after, ends[-1])
+    place = np.argsort(np.concatenate(keys), kind="stable")
+    band, column = (np.concatenate(one)[place] for one in zip(*others, *own, strict=True))
+    return band, column
 
 
 def _grid(shards: tuple[int, ...], n: int, plan: Plan) -> TileGrid:
@@ -287,10 +338,10 @@ def _rotated(grid: TileGrid, plan: Plan, first: int) -> tuple[Integers, Integers
     return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
 
-def _walked(bands: Integers, plan: Plan, columns: int) -> tuple[Integers, Integers]:
-    """Band and column of every tile of these bands: groups of `group_bands`, column by column."""
+def _walked(bands: Integers, plan: Plan, columns: int, first: int = 0) -> tuple[Integers, Integers]:
+    """Band and column of every tile of these bands: groups of `group_bands`, `columns` columns from the first on."""
     groups = [bands[start : start + plan.group_bands] for start in range(0, len(bands), plan.group_bands)]
     if not groups:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     band = np.concatenate([np.tile(group, columns) for group in groups])
-    return band, np.concatenate([np.repeat(np.arange(columns), len(group)) for group in groups])
+    return band, first + np.concatenate([np.repeat(np.arange(columns), len(group)) for group in groups])

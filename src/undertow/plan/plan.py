@@ -30,7 +30,7 @@ OPERATORS = {
 EMBEDDING, SLICES = "embedding_all_to_all", "slices"
 """The operator that has no product, and the order of its plans; `bags.py` says what it is."""
 ORDERS = (*OPERATORS.values(), SLICES)
-_FUSED_FIELDS = {"piece": 1024, "split": 0}
+_FUSED_FIELDS = {"piece": 1024, "split": 0, "rounds": 1, "pull": False}
 """What only fused plans have, and what it is elsewhere."""
 
 
@@ -61,7 +61,9 @@ class Plan:
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
     `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
     few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. A rank's own
-    tiles come last, or (all_gather) first, and `own_last` says so; `order` and `layout` are "natural".
+    tiles come last, or (all_gather) first, and `own_last` says so; `order` and `layout` are "natural". `rounds`: tiles
+    whose owners sum come in so many, own ones of a round among the others' of the next. `pull` (all_gather): tiles read
+    rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
     fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
@@ -84,6 +86,8 @@ class Plan:
     deterministic: bool = False
     piece: int = 1024
     split: int = 0
+    rounds: int = 1
+    pull: bool = False
 
     @property
     def name(self) -> str:
@@ -146,7 +150,14 @@ class Plan:
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
             ("piece", self.piece, "at least 1", _whole(self.piece, 1)),
             ("split", self.split, "at least 0", _whole(self.split, 0)),
-            ("split", self.split, "0 and piece 1024 unless the grain is fused", self._fits_its_grain()),
+            ("rounds", self.rounds, "at least 1", _whole(self.rounds, 1)),
+            ("pull", self.pull, "true or false", isinstance(self.pull, bool)),
+            (
+                "split",
+                self.split,
+                "as piece, rounds and pull what others have unless it is fused",
+                self._fits_its_grain(),
+            ),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
             ("layout", self.layout, f"one of {', '.join(LAYOUTS)}", self.layout in LAYOUTS),
             ("program", self.program, "a text", isinstance(self.program, str)),
@@ -160,7 +171,7 @@ class Plan:
                 raise InvalidArgument(argument=f"plan.{field}", was=repr(was), must=must)
 
     def _fits_its_grain(self) -> bool:
-        return self.grain == "fused" or {"piece": self.piece, "split": self.split} == _FUSED_FIELDS
+        return self.grain == "fused" or all(getattr(self, name) == usual for name, usual in _FUSED_FIELDS.items())
 
     def _packs_what_stays(self) -> bool:
         return self.grain == "signaled" and self.order == "rotated" and self.layout == "packed"
@@ -234,6 +245,8 @@ class Plan:
                 problem.device == "cpu" or self.piece in (256 << one for one in range(7)),
             ),
             ("piece", self.piece, f"such that K of {problem.k} has at most {fused.LINE}", pieces <= fused.LINE),
+            ("pull", self.pull, "false where tiles wait for no rows", gathers or not self.pull),
+            ("rounds", self.rounds, "1 where owners do not sum", form == fused.SCATTER or self.rounds == 1),
             # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
             ("order", self.order, "natural for a fused plan", self.order == "natural"),
             ("layout", self.layout, "natural for a fused plan", self.layout == "natural"),

@@ -93,6 +93,8 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     gathers = problem.operator == "all_gather_matmul"
     nbytes = problem.m * problem.k * problem.item_size if gathers else problem.result_bytes
     communication, speed = collective_seconds(problem, machine, plan.lane, nbytes)
+    if plan.pull:  # each rank's rows are copied once
+        communication /= max(1, problem.ranks - 1)
     if machine.device == "cpu" or plan.split:
         return Prediction(gemm, communication, 0.0, gemm + communication)
     after = fused_rest_seconds(problem, machine)

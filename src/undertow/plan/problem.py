@@ -31,7 +31,8 @@ ITEM_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 class Problem:
     """`k` is the inner size of the longest shard, `multiprocessors` the SMs (on a CPU: threads) this rank may use.
 
-    `bulk`: whether the GPU has bulk copies (TMA), with which tiles may be larger.
+    `bulk`: whether the GPU has bulk copies (TMA), with which tiles may be larger. `together`: whether all ranks share
+    one GPU, so that its memory is everybody's.
     """
 
     operator: str
@@ -45,6 +46,7 @@ class Problem:
     device: str
     multiprocessors: int
     bulk: bool = True
+    together: bool = False
 
     def __post_init__(self) -> None:
         _one_of("operator", self.operator, (*OPERATORS, EMBEDDING))
@@ -70,14 +72,15 @@ class Problem:
         multiprocessors: int,
         shards: Sequence[int] | None = None,
         bulk: bool = True,
+        together: bool = False,
     ) -> Problem:
         """The problem with the usual shards, or with those given, and the item size of its dtype."""
         _one_of("dtype", dtype, tuple(ITEM_SIZES))
         if shards is None:
             parts = 1 if operator == "matmul_all_reduce" else max(1, ranks)
             shards = [stop - start for start, stop in split(m, parts)]
-        size = ITEM_SIZES[dtype]
-        return Problem(operator, m, n, k, dtype, size, ranks, tuple(map(int, shards)), device, multiprocessors, bulk)
+        size, counts = ITEM_SIZES[dtype], tuple(map(int, shards))
+        return Problem(operator, m, n, k, dtype, size, ranks, counts, device, multiprocessors, bulk, together)
 
     @staticmethod
     def for_splits(
@@ -143,7 +146,7 @@ class Problem:
             rows, shards = f"upto{1 << max(0, self.m - 1).bit_length()}" if self.m else "none", ""
         text = (
             f"{self.operator}-{rows}x{self.n}x{self.k}-{self.dtype}-{self.ranks}ranks"
-            f"-{self.device}{self.multiprocessors}{'' if self.bulk else '-plain'}"
+            f"-{self.device}{self.multiprocessors}{'' if self.bulk else '-plain'}{'-together' if self.together else ''}"
         )
         return f"{text}-{hashlib.sha256(shards.encode()).hexdigest()[:8]}"
 

@@ -105,8 +105,12 @@ def fused_plans(problem: Problem) -> list[Plan]:
         counts = {min(ctas, first.share.multiprocessors or ctas) for ctas in _LOADERS}
         shares = (dataclasses.replace(first.share, communication_ctas=ctas) for ctas in sorted(counts))
         found += [dataclasses.replace(first, share=share) for share in shares]
+        if problem.together:  # pushing takes more of the memory they share, and reads less often what is far
+            found.append(fused_plan(dataclasses.replace(problem, together=False), "peer"))
     elif first.split and first.tile is not None:
         found.append(dataclasses.replace(first, tile=(first.tile[0], first.tile[1] // 2)))
+    elif first.rounds > 1:
+        found.append(dataclasses.replace(first, rounds=1))
     return list({plan.digest: plan for plan in found}.values())
 
 
