@@ -35,9 +35,6 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
         "cublas": lambda _: torch.mm(x, w, out=y), "gemm": lambda _: (alone(), y)[1],
         "fused": bench.fused(x, w, out, problem, plan),
     }  # fmt: skip
-    for rounds in bench.options["scatter_rounds"]:
-        if rounds != plan.rounds:
-            found[f"fused {rounds} rounds"] = bench.fused(x, w, out, problem, replace(plan, rounds=rounds))
     if bench.options["guarded"]:
         found["guarded"] = bench.fused(x, w, out, problem, plan, guarded=True)
     source, scattered = bench.buffer("source", m * n), bench.buffer("out", m * n if reduce else shard * n)

@@ -141,7 +141,6 @@ def main() -> None:
     parser.add_argument("--models", default="llama3-70b,gpt3-175b")
     parser.add_argument("--m", default="2048,8192,512,4096,1024")
     parser.add_argument("--loaders", default="4,8,16,32", help="CTAs that push rows in further gather plans")
-    parser.add_argument("--scatter-rounds", default="1,4", help="rounds of further scatter and reduce plans")
     parser.add_argument("--decode", default="", help="block_n/split of further decode plans, as 128/2,128/1")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -160,7 +159,6 @@ def main() -> None:
             "m": [int(one) for one in options.m.split(",")], "seconds": limits[min(number, len(limits) - 1)],
             "loaders": [int(one) for one in options.loaders.split(",") if one], "guarded": options.guarded,
             "decode": [[int(part) for part in one.split("/")] for one in options.decode.split(",") if one],
-            "scatter_rounds": [int(one) for one in options.scatter_rounds.split(",") if one],
             "part": str(part) if part else "", "odd": not options.no_odd and number == 0,
         }  # fmt: skip
         try:

@@ -209,8 +209,8 @@ def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
 
 
 @check
-def fused_plans_are_exact(group: ut.Group) -> None:
-    """Rows that are pushed and pulled, gathered ones kept for the gradient; sums in one round and in several."""
+def rows_are_pushed_or_pulled(group: ut.Group) -> None:
+    """Rows that are pushed and pulled; gathered ones kept for the gradient."""
     case = Case("all_gather_matmul", "fused:peer", torch.bfloat16, (0, 0, 0), SEEDS[0])
     rows = [300 + 7 * rank for rank in range(group.size)]
     inner, columns = 264, 520
@@ -232,24 +232,6 @@ def fused_plans_are_exact(group: ut.Group) -> None:
             y.backward(torch.ones_like(y))
             assert weight.grad is not None
             assert torch.equal(weight.grad, torch.cat(mine).double().sum(0)[:, None].expand_as(w).to(torch.bfloat16))
-    m, n, k = 4096, 2048, 128
-    xs = [matmul_suite.integers(m, k, 5 + rank, case, group.device) for rank in range(group.size)]
-    ws = [matmul_suite.integers(k, n, 90 + rank, case, group.device) for rank in range(group.size)]
-    whole = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(torch.bfloat16)
-    part = torch.tensor_split(whole, group.size)[group.rank]
-    for rounds in (1, 2, 5, 16):
-        for operator, right in ((ut.matmul_all_reduce, whole), (ut.matmul_reduce_scatter, part)):
-            asked = Problem.of(
-                operator.__name__, m, n, k, dtype="bfloat16", ranks=group.size, device="cuda",
-                multiprocessors=group.fabric.multiprocessors, bulk=group.fabric.bulk_copies,
-            )  # fmt: skip
-            plan = replace(fused_plan(asked, "peer"), rounds=rounds)
-            for turn in range(4):
-                if turn == group.rank:
-                    torch.cuda._sleep(3_000_000)
-                out = torch.full_like(right, float("nan"))
-                operator(xs[group.rank], ws[group.rank], group=group, plan=plan, out=out)
-                assert torch.equal(out, right), f"{operator.__name__}, {rounds} rounds, turn {turn}"
 
 
 @check

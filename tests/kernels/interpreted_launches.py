@@ -200,8 +200,8 @@ def test_rows_that_arrive_as_it_is_launched(n: int, transposed: bool, bulk: bool
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize(("m", "n", "rounds"), [(70, 136, 1), (390, 520, 3)])
-def test_a_scatter_as_it_is_launched(m: int, n: int, rounds: int, bulk: bool) -> None:
+@pytest.mark.parametrize(("m", "n"), [(70, 136), (390, 520)])
+def test_a_scatter_as_it_is_launched(m: int, n: int, bulk: bool) -> None:
     node, nothing, k = Node(2, bulk), Finish(None, "none"), 24
     xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(n, k, seed=9 + rank).t() for rank in range(2)]
     want = scattered_reference(wide(xs), wide(ws))
@@ -209,10 +209,8 @@ def test_a_scatter_as_it_is_launched(m: int, n: int, rounds: int, bulk: bool) ->
         asked = Problem.of(
             operator, m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=bulk
         )  # fmt: skip
-        plan = dataclasses.replace(fused_plan(asked, "peer"), rounds=rounds, group_bands=2, share=Share(1, 1))
+        plan = dataclasses.replace(fused_plan(asked, "peer"), group_bands=2)
         scatters = operator == "matmul_reduce_scatter"
-        owners = fused.scatter_table(fused.owned(asked, plan), n, plan, 0, not scatters)[:, fused.OWNER]
-        assert bool((owners[owners.argmin() :] == 1).any()) == (rounds > 1), "own tiles come among the others'"
         outs = [poisoned(m // 2 if scatters else m, n) for _ in range(2)]
         node.run(lambda fabric, rank, asked=asked, plan=plan, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
             xs[rank], ws[rank], outs[rank], asked, plan, nothing, fabric

@@ -58,50 +58,6 @@ def test_every_element_is_computed_once_and_owned_by_one(
     assert len({line for line, _, _ in lines}) == len(lines)  # all ranks mean the same tile by a line
 
 
-@pytest.mark.parametrize("shards", [*SHARDS, (24, 24, 24, 24), (64, 40)])
-@pytest.mark.parametrize("rounds", [2, 3, 8, 100])
-@pytest.mark.parametrize("ctas", [1, 3, None])
-def test_rounds_of_a_scatter_end_however_many_work(shards: tuple[int, ...], rounds: int, ctas: int | None) -> None:
-    """Every tile once; and ranks whose CTAs take tiles in turn, each waiting in its own tiles, all come to the end."""
-    plan = replace(plan_of((2, 3), 2), rounds=rounds, share=Share(ctas))
-    tables = [fused.scatter_table(shards, 13, plan, rank, False) for rank in range(len(shards))]
-    for table in tables:
-        assert len(np.unique(table[:, fused.TILE_LINE])) == len(table)
-        assert sorted(table[:, fused.TILE_LINE]) == sorted(tables[0][:, fused.TILE_LINE])
-    for active in (1, 2, 5):
-        work = [
-            (rank, table[first::active, [fused.TILE_LINE, fused.OWNER]].tolist()[::-1])
-            for rank, table in enumerate(tables)
-            for first in range(active)
-        ]
-        arrived: dict[int, int] = {}
-        moved = True
-        while moved:
-            moved = False
-            for rank, left in work:
-                while left and (left[-1][1] != rank or arrived.get(left[-1][0], 0) == len(shards) - 1):
-                    line, owner = left.pop()
-                    arrived[line] = arrived.get(line, 0) + (owner != rank)
-                    moved = True
-        assert not any(left for _, left in work), f"{active} CTAs a rank wait for each other"
-
-
-def test_own_tiles_are_spread_over_the_others_and_over_the_ctas() -> None:
-    """Llama's wide layer: at most a third of a wave sums at once until the last round, and no CTA more than others."""
-    asked = problem("matmul_reduce_scatter", m=8192)
-    plan = fused_plan(asked, "peer")
-    assert plan.rounds == 8
-    active = plan.share.multiprocessors
-    assert active is not None
-    own = fused.scatter_table(asked.shards, asked.n, plan, 1, False)[:, fused.OWNER] == 1
-    waves = np.add.reduceat(own, np.arange(0, len(own), active))
-    crowded = np.flatnonzero(waves > active // 3)
-    assert own[crowded[0] * active :].sum() <= own.sum() / 4
-    spread = own[: crowded[0] * active].reshape(-1, active).sum(axis=0)
-    assert spread.max() - spread.min() <= 3
-    assert fused_plan(problem("matmul_reduce_scatter", m=512), "peer").rounds == 1
-
-
 def test_a_scatter_of_few_rows_streams_weights_twice() -> None:
     """Once for all others' bands together, once for its own."""
     asked = problem("matmul_reduce_scatter", m=512)
@@ -289,7 +245,6 @@ def test_a_tile_needs_the_memory_of_its_owner() -> None:
         ({"order": "rotated"}, "order"),
         ({"layout": "packed"}, "layout"),
         ({"own_last": True}, "own_last"),
-        ({"rounds": 2}, "rounds"),
         ({"share": Share(communication_priority=0)}, "share.communication_priority"),
     ],
 )

@@ -33,7 +33,6 @@ _RESERVED = {"net": 4, "peer": 4, "dma": 1}
 _BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find room on an SM
 _PROGRAM_CTAS = 8
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
-_MOST_ROUNDS = 8  # of a scatter: the more, the more often rows of x are read anew
 _SPARE = 1  # SM that a fused call leaves to kernels of others
 
 
@@ -67,7 +66,7 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         if problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
             tile = next(one for one in fused.DECODE_TILES if one[0] >= problem.m)
             split = 1
-    piece, share, bands, loaders, rounds = 1024, Share(), 1, 0, 1
+    piece, share, bands, loaders = 1024, Share(), 1, 0
     pull = problem.operator == "all_gather_matmul" and problem.device == "cuda" and problem.together
     if problem.device == "cuda":  # an SM stays free: all ranks wait for each other, and other kernels must not
         active = max(1, problem.multiprocessors - _SPARE)
@@ -75,19 +74,12 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
         loaders = _loaders(active, 2 if pull else problem.ranks, bands) if waits else min(active, _MOVING)
         share = Share(active, loaders)
-        if problem.operator in ("matmul_reduce_scatter", "matmul_all_reduce") and split == 0:
-            rounds = _rounds(-(-problem.m // tile[0]) * -(-problem.n // tile[1]) // active)
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
         piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
     return Plan(
         "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=problem.operator != "all_gather_matmul",
-        piece=piece, split=split, rounds=rounds, pull=pull,
+        piece=piece, split=split, pull=pull,
     )  # fmt: skip
-
-
-def _rounds(waves: int) -> int:
-    """Rounds of a scatter of so many waves of tiles: own tiles are two waves behind, so a round has at least four."""
-    return max(1, min(_MOST_ROUNDS, waves // 4))
 
 
 def fused_tile(problem: Problem, rows: int) -> tuple[int, int]:

@@ -9,13 +9,6 @@ gather     all_gather_matmul: a tile waits for its band of rows. Own rows first,
            all_to_all_matmul: the same, of the rows that others have for this rank (`tokens.py`).
 decode     matmul_all_reduce of few rows: a block of columns, and perhaps a part of K, goes to every rank.
 
-**Rounds.** The owner adds the others' parts of a tile while it holds its own, and multiplies nothing then. Were all own
-tiles the last ones, all SMs would read parts at once and nobody would multiply. So tiles come in `rounds`: parts of
-all shards, and of the columns. Own tiles of a round follow one by one among the others' tiles of the next round, a few
-waves after the last of theirs, when parts have come and are still in the cache. Each next one takes another CTA, as
-those who sum are behind. Who waits for a round waits for tiles that come, on every rank, before all own tiles of it, so
-nobody waits for somebody who waits for him.
-
 Tiles are walked in groups of `group_bands` bands, column by column, as everywhere (`tiles.py`). Each group streams all
 weights once, and they are often larger than the L2 cache: where a shard has fewer bands than a group, a group of its
 own for each shard would stream them once for each rank. So groups go on over the ends of shards; but a scatter's own
@@ -60,7 +53,6 @@ MOST_PACKETS = 32  # polled together
 WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
 NARROWEST_PIECE = 256
 PUSHED = 256  # operations of a CTA in the time of pushing a byte: on an H200 7e12 a second against 27e9 bytes a second
-_LATE = 2  # waves by which own tiles are behind the others' of their round: words follow one tile later
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
@@ -166,13 +158,17 @@ def stage_bytes(problem: Problem, plan: Plan) -> int:
 
 @lru_cache(256)
 def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast: bool) -> Integers:
-    """[tiles, 8]: what the scatter kernel of `rank` reads at each position; own tiles of a round after the others'.
+    """[tiles, 8]: what the scatter kernel of `rank` reads at each position; the last tiles are its own.
 
     row, rows, column, columns of the product; the row in the owner's shard; the tile's line, its number among all; the
     owner; the row of the output, which is the product's for all_reduce (`broadcast`) and the shard's otherwise.
     """
     grid = _grid(shards, n, plan)
-    band, column = _in_rounds(grid, plan, rank)
+    distance = (grid.bands[:, 2] - rank) % len(shards)
+    order = np.argsort(distance, kind="stable")
+    own = distance[order] == 0
+    walks = [_walked(order[which], plan, grid.columns) for which in (~own, own)]
+    band, column = (np.concatenate(one) for one in zip(*walks, strict=True))
     rows = grid.bands[band]
     table = np.zeros((len(band), 8), dtype=np.int64)
     table[:, ROW], table[:, ROWS], table[:, OWNER] = rows[:, 0], rows[:, 1], rows[:, 2]
@@ -276,37 +272,6 @@ def parts(plan: Plan, k: int) -> int:
     return -(-k // plan.piece)
 
 
-def _in_rounds(grid: TileGrid, plan: Plan, rank: int) -> tuple[Integers, Integers]:
-    """Band and column of every tile of a scatter, in the order in which `rank` computes them.
-
-    A round is a part of every shard's bands, as many as make whole groups, and a part of the columns. Which round a
-    tile belongs to is the same for all ranks.
-    """
-    counts, shard = np.array(grid.band_counts, dtype=np.int64), grid.bands[:, 2]
-    parts = max(1, min(plan.rounds, int(counts.max()) // plan.group_bands))
-    columns = split(grid.columns, max(1, min(plan.rounds // parts, grid.columns)))
-    within = np.arange(len(shard)) - np.concatenate([[0], np.cumsum(counts)])[shard]
-    part, distance = within * parts // counts[shard], (shard - rank) % len(counts)
-    # Of one round shard after shard, of several the first band of each: own tiles wait for parts of all the same.
-    order = np.lexsort((within, distance) if plan.rounds == 1 else (distance, within))
-    others, own = (
-        [_walked(order[(part[order] == one) & mine], plan, stop - start, start)
-         for one in range(parts) for start, stop in columns]
-        for mine in (distance[order] != 0, distance[order] == 0)
-    )  # fmt: skip
-    ends, counted = (np.cumsum([len(band) for band, _ in walks]) for walks in (others, own))
-    workers, step = plan.share.multiprocessors or 1, np.arange(counted[-1])
-    # The n-th own tile comes after so many others: not before its round's are over, and evenly from the one before. One
-    # more than evenly in a wave, so that own tiles are not always those of the same CTAs.
-    ready = np.repeat(ends + _LATE * workers, np.diff(counted, prepend=0))
-    apart = len(shard) * grid.columns / max(1, counted[-1]) * (1 + 1 / workers) - 1
-    after = np.maximum.accumulate(ready - apart * step) + apart * step
-    keys = np.arange(ends[-1]), np.minimum(after, ends[-1])
-    place = np.argsort(np.concatenate(keys), kind="stable")
-    band, column = (np.concatenate(one)[place] for one in zip(*others, *own, strict=True))
-    return band, column
-
-
 def _grid(shards: tuple[int, ...], n: int, plan: Plan) -> TileGrid:
     assert plan.tile is not None
     return TileGrid(sum(shards), n, *plan.tile, shards)
@@ -338,10 +303,10 @@ def _rotated(grid: TileGrid, plan: Plan, first: int) -> tuple[Integers, Integers
     return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
 
-def _walked(bands: Integers, plan: Plan, columns: int, first: int = 0) -> tuple[Integers, Integers]:
-    """Band and column of every tile of these bands: groups of `group_bands`, `columns` columns from the first on."""
+def _walked(bands: Integers, plan: Plan, columns: int) -> tuple[Integers, Integers]:
+    """Band and column of every tile of these bands: groups of `group_bands`, column by column."""
     groups = [bands[start : start + plan.group_bands] for start in range(0, len(bands), plan.group_bands)]
     if not groups:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
     band = np.concatenate([np.tile(group, columns) for group in groups])
-    return band, first + np.concatenate([np.repeat(np.arange(columns), len(group)) for group in groups])
+    return band, np.concatenate([np.repeat(np.arange(columns), len(group)) for group in groups])

@@ -30,7 +30,7 @@ OPERATORS = {
 EMBEDDING, SLICES = "embedding_all_to_all", "slices"
 """The operator that has no product, and the order of its plans; `bags.py` says what it is."""
 ORDERS = (*OPERATORS.values(), SLICES)
-_FUSED_FIELDS = {"piece": 1024, "split": 0, "rounds": 1, "pull": False}
+_FUSED_FIELDS = {"piece": 1024, "split": 0, "pull": False}
 """What only fused plans have, and what it is elsewhere."""
 
 
@@ -61,9 +61,8 @@ class Plan:
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
     `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
     few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. A rank's own
-    tiles come last, or (all_gather) first, and `own_last` says so; `order` and `layout` are "natural". `rounds`: tiles
-    whose owners sum come in so many, own ones of a round among the others' of the next. `pull` (all_gather): tiles read
-    rows where their owners keep them, instead of having them pushed here.
+    tiles come last, or (all_gather) first, and `own_last` says so; `order` and `layout` are "natural".
+    `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
     fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
@@ -86,7 +85,6 @@ class Plan:
     deterministic: bool = False
     piece: int = 1024
     split: int = 0
-    rounds: int = 1
     pull: bool = False
 
     @property
@@ -150,12 +148,11 @@ class Plan:
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
             ("piece", self.piece, "at least 1", _whole(self.piece, 1)),
             ("split", self.split, "at least 0", _whole(self.split, 0)),
-            ("rounds", self.rounds, "at least 1", _whole(self.rounds, 1)),
             ("pull", self.pull, "true or false", isinstance(self.pull, bool)),
             (
                 "split",
                 self.split,
-                "as piece, rounds and pull what others have unless it is fused",
+                "as piece and pull what others have unless it is fused",
                 self._fits_its_grain(),
             ),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
@@ -246,7 +243,6 @@ class Plan:
             ),
             ("piece", self.piece, f"such that K of {problem.k} has at most {fused.LINE}", pieces <= fused.LINE),
             ("pull", self.pull, "false where tiles wait for no rows", gathers or not self.pull),
-            ("rounds", self.rounds, "1 where owners do not sum", form == fused.SCATTER or self.rounds == 1),
             # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
             ("order", self.order, "natural for a fused plan", self.order == "natural"),
             ("layout", self.layout, "natural for a fused plan", self.layout == "natural"),

@@ -109,8 +109,6 @@ def fused_plans(problem: Problem) -> list[Plan]:
             found.append(fused_plan(dataclasses.replace(problem, together=False), "peer"))
     elif first.split and first.tile is not None:
         found.append(dataclasses.replace(first, tile=(first.tile[0], first.tile[1] // 2)))
-    elif first.rounds > 1:
-        found.append(dataclasses.replace(first, rounds=1))
     return list({plan.digest: plan for plan in found}.values())
 
 
