@@ -17,8 +17,9 @@ from undertow.plan.plan import Plan
 from undertow.plan.problem import Problem
 
 BF16 = torch.bfloat16
-Variants = dict[str, Callable[[int], torch.Tensor]]
-Made = tuple[Variants, torch.Tensor, Any]  # calls, what they must give, what is poisoned before (and, last, weights)
+Result = torch.Tensor | tuple[Any, ...]
+Variants = dict[str, Callable[[int], Result]]
+Made = tuple[Variants, Result, Any]  # calls, what they must give, what is poisoned before (and, last, weights)
 
 
 def integers(rows: int, columns: int, seed: int, device: torch.device, odds: int) -> torch.Tensor:
@@ -130,7 +131,7 @@ class Bench:
 
     # -- right, then fast --------------------------------------------------------------------------------------------
 
-    def right(self, variants: Variants, want: torch.Tensor, poisoned: Any) -> tuple[Variants, dict[str, str]]:
+    def right(self, variants: Variants, want: Result, poisoned: Any) -> tuple[Variants, dict[str, str]]:
         good, bad = {}, {}
         for name, call in variants.items():
             alone = name.startswith(("cublas", "gemm"))
@@ -145,9 +146,10 @@ class Bench:
                     found = call(0)
                     torch.cuda.synchronize()
                     self.group.check()
-                    if not alone and not torch.equal(found, want):
-                        wrong = (found != want).nonzero()
-                        reason = f"{len(wrong)} of {want.numel()} wrong, first at {wrong[0].tolist()}"
+                    for got, right in [] if alone else zip(_each(found), _each(want), strict=True):
+                        if not torch.equal(got, right):
+                            wrong = (got != right).nonzero()
+                            reason = f"{len(wrong)} of {right.numel()} wrong, first at {wrong[0].tolist()}"
             except ut.UndertowError:
                 raise
             except (RuntimeError, NotImplementedError, AttributeError) as error:
@@ -214,6 +216,10 @@ class Bench:
             "eager": [name for name, (_, how) in ready.items() if how == "eager"], "calls": calls,
             "spent": time.perf_counter() - began,
         }  # fmt: skip
+
+
+def _each(result: Result) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 Maker = Callable[[Bench, int, int, int], Made]

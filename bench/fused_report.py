@@ -9,7 +9,7 @@ import math
 import statistics
 from typing import Any
 
-KINDS = ("scatter", "gather", "reduce", "decode", "leave", "arrive")
+KINDS = ("scatter", "gather", "column", "row", "reduce", "decode", "leave", "arrive")
 
 
 def best(median: dict[str, float], prefix: str) -> float:

@@ -7,8 +7,9 @@ counts. Every variant is compared with exact integers first; one that is wrong i
 - serial: cuBLAS and then our collective on symmetric buffers, for several numbers of CTAs: the best counts;
 - fused: one launch, for several plans; torch: PyTorch's async-TP operators (eager where they cannot be captured).
 
-Layers of tensor parallelism are in `fused_layers.py`, of expert parallelism (leave: matmul_all_to_all, arrive:
-all_to_all_matmul, one weight for each expert) in `fused_tokens.py`, scores in `fused_report.py`.
+Layers of tensor parallelism are in `fused_layers.py`, their backward passes in `fused_backward.py`, layers of expert
+parallelism (leave: matmul_all_to_all, arrive: all_to_all_matmul, one weight for each expert) in `fused_tokens.py`,
+scores in `fused_report.py`.
 
     PYTHONPATH=src python bench/gpu_fused.py [--ranks 4,8] [--only scatter,gather,...] [--m ...] [--out FILE.json]
 """
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import fused_backward
 import fused_layers
 import fused_tokens
 import torch
@@ -40,6 +42,7 @@ DECODE_M, DECODE_K, DECODE_N = (1, 4, 16, 64), (1024, 3584), 8192
 MAKERS: dict[str, Maker] = {
     "scatter": fused_layers.scatter, "gather": fused_layers.gather, "decode": fused_layers.decode,
     "reduce": fused_layers.reduce, "leave": fused_tokens.leave, "arrive": fused_tokens.arrive,
+    "column": fused_backward.column, "row": fused_backward.row,
 }  # fmt: skip
 
 
@@ -55,6 +58,9 @@ def cases(options: dict[str, Any], ranks: int) -> list[tuple[str, str, int, int,
                 found += [("scatter", model, m, k // ranks, hidden) for k in ROW_PARALLEL[model]]
             if "gather" in options["only"]:
                 found += [("gather", model, m, hidden, n // ranks) for n in COLUMN_PARALLEL[model]]
+            if "backward" in options["only"]:
+                found += [("column", model, m, hidden, n // ranks) for n in COLUMN_PARALLEL[model]]
+                found += [("row", model, m, k // ranks, hidden) for k in ROW_PARALLEL[model]]
     for kind in ("leave", "arrive"):
         if kind in options["only"]:
             found += fused_tokens.cases(kind, options["m"])
@@ -137,7 +143,7 @@ def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", default="4,8")
-    parser.add_argument("--only", default="decode,scatter,gather,reduce,leave,arrive")
+    parser.add_argument("--only", default="decode,scatter,gather,backward,reduce,leave,arrive")
     parser.add_argument("--models", default="llama3-70b,gpt3-175b")
     parser.add_argument("--m", default="2048,8192,512,4096,1024")
     parser.add_argument("--loaders", default="4,8,16,32", help="CTAs that push rows in further gather plans")

@@ -39,30 +39,41 @@ class Arriving:
     def __init__(self, x: torch.Tensor, blocks: Sequence[Block] = (), experts: int = 0) -> None:
         """`experts`: how many weights there are, dw [experts, K, N]; 0: one. `blocks`: which rows are whose."""
         self._x, self._blocks, self._experts = x, blocks, experts
-        self._z = self._total = x
+        self._z = x
+        self._total: torch.Tensor | None = None
 
     def begin(self, z: torch.Tensor) -> None:
         """z [M, N], whose rows are still to come. May be called again: then everything starts anew."""
-        wide = torch.float32 if z.dtype in _HALVES else z.dtype
-        shape = (self._experts,) * (self._experts > 0) + (self._x.shape[1], z.shape[1])
-        self._z, self._total = z, z.new_zeros(shape, dtype=wide)
+        self._z, self._total = z, None
 
     def add(self, rows: Sequence[tuple[int, int]]) -> None:
         """Rows (first, count) of z are here."""
+        if list(rows) == [(0, self._z.shape[0])] and not self._experts:  # all at once: nothing is to be added up
+            with timeline.event("weight gradient", engine="compute", rows=self._z.shape[0]):
+                self._total = self._x.t() @ self._z
+            return
+        sums = self._sums()
         for first, count in rows:
             if not count:
                 continue
-            for row, part, expert in rows_of(self._total, self._blocks, first, count):
-                x, z, total = self._x[row : row + part], self._z[row : row + part], weight_of(self._total, expert)
+            for row, part, expert in rows_of(sums, self._blocks, first, count):
+                x, z, total = self._x[row : row + part], self._z[row : row + part], weight_of(sums, expert)
                 with timeline.event("weight gradient", engine="compute", rows=part):
                     if total.dtype == z.dtype:
                         total.addmm_(x.t(), z)
                     else:
                         total += x.t() @ z
 
+    def _sums(self) -> torch.Tensor:
+        if self._total is None:
+            wide = torch.float32 if self._z.dtype in _HALVES else self._z.dtype
+            shape = (self._experts,) * (self._experts > 0) + (self._x.shape[1], self._z.shape[1])
+            self._total = self._z.new_zeros(shape, dtype=wide)
+        return self._total
+
     @property
     def weight(self) -> torch.Tensor:
-        return self._total.to(self._z.dtype)
+        return self._sums().to(self._z.dtype)
 
     @property
     def bias(self) -> torch.Tensor:
