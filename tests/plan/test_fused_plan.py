@@ -256,6 +256,14 @@ def test_a_plan_that_no_kernel_has_is_refused(changes: dict[str, object], field:
         replace(plan, **changes).check(asked)  # type: ignore[arg-type]
 
 
+def test_only_a_gpu_pulls_and_only_rows() -> None:
+    for operator, device in (("all_gather_matmul", "cpu"), ("matmul_reduce_scatter", "cuda")):
+        asked = problem(operator, device=device)
+        assert not fused_plan(replace(asked, together=True), "peer").pull
+        with pytest.raises(InvalidArgument, match=r"plan\.pull"):
+            replace(fused_plan(asked, "peer"), pull=True).check(asked)
+
+
 @pytest.mark.parametrize("m", [1, 16, 17, 64, 65])
 def test_few_rows_go_to_all_at_once(m: int) -> None:
     asked = problem("matmul_all_reduce", m=m)

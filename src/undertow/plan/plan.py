@@ -242,7 +242,12 @@ class Plan:
                 problem.device == "cpu" or self.piece in (256 << one for one in range(7)),
             ),
             ("piece", self.piece, f"such that K of {problem.k} has at most {fused.LINE}", pieces <= fused.LINE),
-            ("pull", self.pull, "false where tiles wait for no rows", gathers or not self.pull),
+            (
+                "pull",
+                self.pull,
+                "false on a CPU and where tiles wait for no rows",
+                not self.pull or (gathers and problem.device == "cuda"),
+            ),
             # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
             ("order", self.order, "natural for a fused plan", self.order == "natural"),
             ("layout", self.layout, "natural for a fused plan", self.layout == "natural"),
