@@ -61,7 +61,7 @@ class Plan:
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
     `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
     few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. A rank's own
-    tiles come last, or (all_gather) first, and `own_last` says so; `order` and `layout` are "natural".
+    tiles come last where who computes them waits for others (`fused.own_last`); `order` and `layout` are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
@@ -230,6 +230,7 @@ class Plan:
             tile_fits = tile_fits and self.tile[0] >= problem.m
         gathers = problem.operator == "all_gather_matmul"  # elsewhere nothing comes in pieces, and K is a rank's own
         pieces = fused.parts(self, problem.k) if gathers else 0
+        last = fused.own_last(problem)
         limits: tuple[tuple[str, object, str, bool], ...] = (
             ("parcels", list(self.parcels), "one: each tile moves by itself", len(self.parcels) == 1),
             ("tile", self.tile, f"one of {list(tiles)} that holds all rows where K is split", tile_fits),
@@ -251,7 +252,7 @@ class Plan:
             # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
             ("order", self.order, "natural for a fused plan", self.order == "natural"),
             ("layout", self.layout, "natural for a fused plan", self.layout == "natural"),
-            ("own_last", self.own_last, f"{not gathers} for a fused {problem.operator}", self.own_last != gathers),
+            ("own_last", self.own_last, f"{last} for a fused {problem.operator}", self.own_last == last),
             (
                 "share.communication_priority",
                 self.share.communication_priority,
