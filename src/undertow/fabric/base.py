@@ -170,6 +170,7 @@ class Lane(ABC):
     name: str
     emulated = False
     lands_anywhere = False  # whether the receiver's own copy puts bytes in their place, any memory of its own
+    staged_chunk = 0  # where bytes are staged through host memory by copy engines: the most of one copy to one peer
 
     @abstractmethod
     def describe(self) -> str:
