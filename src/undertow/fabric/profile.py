@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,11 +71,15 @@ class Pair(NamedTuple):
 
 
 def measure(
-    group: Group, *, quick: bool = False, progress: Progress = lambda what, fraction: None
+    group: Group,
+    *,
+    quick: bool = False,
+    progress: Progress = lambda what, fraction: None,
+    only: Sequence[str] | None = None,
 ) -> tuple[dict[str, Any], list[Pair]]:
     """The content of this node's machine file, and the pairs behind its slowdowns: of each lane the first. Collective.
 
-    Further pairs, with other messages and with fewer workers, are for models of interference.
+    Further pairs, with other messages and with fewer workers, are for models of interference. `only`: these lanes.
     """
     fabric = group.fabric
     effort = Effort.fitting(group.device.type, quick)
@@ -84,7 +88,8 @@ def measure(
     progress("matmul against its workers", 0.05)
     matmul = _matmul(group, effort)
     gemm_points = _gemm_curve(group, effort, matmul)
-    lanes = {name: fabric.lane(name) for name, missing in fabric.lanes().items() if not missing}
+    there = [name for name, missing in fabric.lanes().items() if not missing]
+    lanes = {name: fabric.lane(name) for name in there if only is None or name in only}
     curves = _lane_curves(group, effort, lanes, progress)
     pairs: list[Pair] = []
     slowdowns = {}

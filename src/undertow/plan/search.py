@@ -9,6 +9,7 @@ those at all i < j by sending i..j as one parcel:
 `pipeline` proves that the end is monotone in both, so a beaten state is part of no better plan: the best state at the
 last cut is the best of all 2^(u-1) groupings. Where 1/p + 1/c < 1, overlap loses to serial, and serial is a candidate
 anyway. A cut keeps at most `_STATES` states, spread over their range, which matters only where slowdowns are strong.
+Over copy engines (`staged`) several parcels are under way at once, so that is no state: there `climb` looks for cuts.
 
 **Fused plans** have no parcels to group; a few stand beside the others.
 
@@ -25,13 +26,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import flash_overlap, fused, pipeline
-from .defaults import default_plan, fused_plan
+from . import climb, flash_overlap, fused, pipeline, staged
+from .defaults import BESIDE_CTAS, default_plan, fused_plan
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
 from .predict import (
     Prediction,
+    beside_matmul,
     collective_seconds,
+    is_staged,
     matmul_seconds,
     predict,
     signal_seconds,
@@ -142,6 +145,8 @@ def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
     if len(cuts) < 2:
         return ((0, int(cuts[-1])),)
     assert plan.tile is not None  # wave_cuts would have refused
+    if is_staged(problem, machine, plan.lane):
+        return _climbed(problem, machine, plan, [int(cut) for cut in cuts])
     workers, tiles = workers_of(problem, plan), int(cuts[-1])
     one = tile_seconds(problem, machine, plan.tile, workers)
     ready = np.asarray(machine.launch_seconds + -(-cuts // workers) * one, dtype=np.float64)
@@ -161,6 +166,27 @@ def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
     )
     ends = fewer_cuts(grouping, best_cuts(grouping))
     return tuple(itertools.pairwise([0, *(int(cuts[end]) for end in ends)]))
+
+
+def _climbed(problem: Problem, machine: Machine, plan: Plan, cuts: Sequence[int]) -> Parcels:
+    """Over copy engines several parcels are under way at once, and no state at a cut says what is best to have."""
+    assert plan.tile is not None
+    workers = workers_of(problem, plan)
+    engines, slow = beside_matmul(problem, plan, machine)
+    wave = slow * tile_seconds(problem, machine, plan.tile, workers)
+    piece = problem.result_bytes / cuts[-1] / problem.ranks
+
+    def end(chosen: climb.Cuts) -> float:
+        ends = [0, *(cuts[one] for one in chosen)]
+        ready = [machine.launch_seconds + -(-stop // workers) * wave for stop in ends[1:]]
+        pieces = [piece * (stop - start) for start, stop in itertools.pairwise(ends)]
+        shared = machine.shares_device
+        return max(
+            ready[-1], staged.last_arrival(engines, problem.operator, problem.ranks, shared, pieces, ready, ready[-1])
+        )
+
+    found = climb.best(len(cuts) - 1, end)
+    return tuple(itertools.pairwise([0, *(cuts[one] for one in found)]))
 
 
 class Grouping(NamedTuple):
@@ -302,7 +328,8 @@ def _shares(problem: Problem, lane: str) -> list[Share]:
     every = problem.multiprocessors
     sums = problem.operator in ("matmul_all_reduce", "matmul_reduce_scatter")
     aside = sorted({min(max(1, every // part), every - 1) for part in (32, 16, 8)} - {0})
-    found = [Share(multiprocessors=every - count, communication_ctas=count) for count in aside]
+    ctas = {count: BESIDE_CTAS if lane == "dma" else count for count in aside}  # beside copy engines only sums run
+    found = [Share(multiprocessors=every - count, communication_ctas=ctas[count]) for count in aside]
     if lane == "dma" and not sums:
         found.insert(0, Share())
     return found or [Share()]

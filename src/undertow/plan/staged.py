@@ -30,7 +30,7 @@ Of the stages that want an engine, the one that can start first has it. Besides,
 host has enqueued it: `enqueue` seconds for each copy's stage. `call` is what a call takes before its first and after
 its last of all this.
 
-`fit` finds the engines' constants from measured runs of bare communication, each a `Sample`: speeds, pauses and `hop`,
+`fit` finds the engines' constants from measured runs of bare communication, each a `Sample`: speeds, pauses and `hop`
 with which the equations are right, in proportion, as nearly as can be.
 """
 
@@ -82,6 +82,11 @@ class Sample:
     seconds: float
 
 
+def copy_stages(operator: str) -> int:
+    """How many stages of its parcels are copies."""
+    return sum(stage in _ENGINE for stage in STAGES[operator])
+
+
 def last_arrival(
     engines: Engines,
     operator: str,
@@ -99,8 +104,8 @@ def last_arrival(
     if count == 0 or ranks == 1:
         return 0.0
     jobs = ranks if shared else 1
-    seconds = {stage: [_job(engines, stage, ranks, shared, piece) for piece in pieces] for stage in stages}
-    hops = sum(stage in _ENGINE for stage in stages) * engines.enqueue
+    seconds = {stage: [_job(engines, stage, stages, ranks, shared, piece) for piece in pieces] for stage in stages}
+    hops = copy_stages(operator) * engines.enqueue
     first: dict[str, list[float]] = {stage: [] for stage in stages}  # F of the parcels that are through
     last: dict[str, list[float]] = {stage: [] for stage in stages}
     free = [0.0, 0.0]
@@ -163,13 +168,58 @@ def last_arrival(
     return last[stages[-1]][-1]
 
 
-def _job(engines: Engines, stage: str, ranks: int, shared: bool, piece: float) -> float:
-    """Seconds of one rank's copies of one stage of a parcel, on an engine of its own. Summing is no copy."""
+def _job(engines: Engines, stage: str, stages: Sequence[str], ranks: int, shared: bool, piece: float) -> float:
+    """Seconds of one rank's copies of one stage of a parcel. Summing is no copy."""
     if stage == "sum":
         return 0.0
-    gap = (2 * ranks - 2) / ranks if shared else min(2, ranks - 1)  # on average, and of the rank that has most
-    copies = -(-piece // engines.chunk) * (1.0 if stage in ("share",) or (stage == "in" and False) else gap)
+    together = stage == "share" or (stage == "in" and "sum" in stages)
+    apart = (2 * ranks - 2) / ranks if shared else min(2, ranks - 1)  # on average, and of a rank that has most
+    copies = -(-piece // engines.chunk) * (1.0 if together else apart)
     moved = piece if stage == "share" else (ranks - 1) * piece
     if _ENGINE[stage] == 0:
         return float(copies * engines.out_pause + moved / engines.out_speed)
     return float(copies * engines.in_pause + moved / engines.in_speed)
+
+
+def _summing(engines: Engines, nbytes: float, begin: float, computing_until: float) -> float:
+    """Seconds of a sum that starts then; it is faster once the matmul has left the SMs."""
+    beside = min(nbytes / engines.sum_speed, max(0.0, computing_until - begin))
+    return beside + (nbytes - beside * engines.sum_speed) / engines.sum_speed_alone
+
+
+def fit(samples: Iterable[Sample], guess: Engines, ranks: int, shared: bool) -> Engines:
+    """`guess` with speeds, pauses and `hop` that suit the samples: a search by coordinates, in steps that shrink.
+
+    What is the same in all samples and belongs to no engine (events, joins) goes into `call`.
+    """
+    measured = list(samples)
+    if len(measured) <= len(_FITTED):
+        raise InvalidArgument(argument="samples", was=f"{len(measured)} runs", must=f"more than {len(_FITTED)}")
+
+    def seconds(engines: Engines, one: Sample) -> float:
+        pieces = [one.nbytes / one.parcels / ranks] * one.parcels
+        bare = replace(engines, enqueue=0.0)  # they are measured behind something long
+        return engines.call + last_arrival(bare, one.operator, ranks, shared, pieces, [0.0] * one.parcels)
+
+    def loss(engines: Engines) -> float:
+        return sum(math.log(seconds(engines, one) / one.seconds) ** 2 for one in measured)
+
+    return _searched(guess, (*_FITTED, "call"), loss)
+
+
+def _searched(guess: Engines, names: Sequence[str], loss: Callable[[Engines], float]) -> Engines:
+    best, least = guess, loss(guess)
+    steps = dict.fromkeys(names, 0.25)
+    for _ in range(_SWEEPS):
+        for name in names:
+            for factor in (1 + steps[name], 1 / (1 + steps[name])):
+                other = replace(best, **{name: getattr(best, name) * factor})
+                found = loss(other)
+                if found < least * (1 - 1e-6):
+                    best, least = other, found
+                    break
+            else:
+                steps[name] /= 2
+        if max(steps.values()) < _SMALLEST_STEP:
+            break
+    return best
