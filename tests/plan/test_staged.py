@@ -171,7 +171,7 @@ def test_engines_are_kept_in_the_machine_file() -> None:
     assert Machine.from_dict(node().to_dict()) == node()
     wrong = node().to_dict()
     wrong["engines"]["in_speed"] = 0
-    with pytest.raises(InvalidArgument, match="engines.in_speed"):
+    with pytest.raises(InvalidArgument, match=r"engines\.in_speed"):
         Machine.from_dict(wrong)
 
 
