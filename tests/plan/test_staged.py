@@ -139,23 +139,22 @@ def test_more_of_anything_is_no_earlier(operator: str, ranks: int, shared: bool,
 
 
 def test_a_fit_finds_the_engines_behind_samples() -> None:
-    true = dataclasses.replace(ENGINES, out_speed=4.2e10, in_speed=5.4e10, out_pause=2.4e-5, in_pause=1.1e-5, call=2e-4)
-    bare = dataclasses.replace(true, enqueue=0.0)
+    true = dataclasses.replace(ENGINES, out_speed=4.2e10, in_speed=5.4e10, out_pause=2.4e-5, in_pause=1.1e-5, end=2e-4)
     chance = random.Random(7)
     samples = []
     for operator, nbytes, count in itertools.product(
         ("matmul_all_to_all", "matmul_all_reduce"), (2**24, 2**27), (1, 2, 4, 8, 16)
     ):
-        end = true.call + last_arrival(bare, operator, 4, True, [nbytes / count / 4] * count, [0.0] * count)
+        end = true.end + last_arrival(true.ahead, operator, 4, True, [nbytes / count / 4] * count, [0.0] * count)
         samples.append(Sample(operator, nbytes, count, end * chance.uniform(0.99, 1.01)))
-    start = dataclasses.replace(ENGINES, out_speed=6e10, in_speed=4e10, call=1e-4)
+    start = dataclasses.replace(ENGINES, out_speed=6e10, in_speed=4e10, end=1e-4)
     found = staged.fit(samples, start, 4, True)
     for name in ("out_speed", "in_speed"):
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=0.1)
     for nbytes, count in ((2**26, 8), (2**25, 5)):  # sizes that were not measured
         where = "matmul_reduce_scatter", 4, True, [nbytes / count / 4] * count, [1e-3] * count
-        want = true.call + last_arrival(true, *where)
-        assert found.call + last_arrival(found, *where) == pytest.approx(want, rel=0.02)
+        want = true.end + last_arrival(true, *where)
+        assert found.end + last_arrival(found, *where) == pytest.approx(want, rel=0.02)
     with pytest.raises(InvalidArgument, match="samples"):
         staged.fit(samples[:3], start, 4, True)
 

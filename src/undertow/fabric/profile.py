@@ -188,12 +188,15 @@ def _counts(most: int, step: int) -> list[int]:
 
 
 def _partitions(group: Group, matmul: Work) -> dict[int, Work]:
-    """The matmul on parts of the GPU; on all visible SMs only, where there are no partitions."""
-    visible = int(torch.cuda.get_device_properties(group.device).multi_processor_count)
+    """The matmul on parts of the GPU; on all that this rank has only, where there are no partitions.
+
+    Ranks that share a GPU see all of its SMs, but measure at once, and each has its part of them.
+    """
+    every = group.fabric.multiprocessors
     parts: dict[int, Work] = {}
     refusal = ""
     try:
-        for sms in _counts(visible, _GREEN_STEP)[:-1]:
+        for sms in _counts(every, _GREEN_STEP)[:-1]:
             parts[sms] = _inside(group, sms, matmul)
             parts[sms]()
     except StrategyUnavailable as error:
@@ -202,9 +205,9 @@ def _partitions(group: Group, matmul: Work) -> dict[int, Work]:
         reason for reason in group.exchange(refusal, "partitions") if reason
     ]  # all ranks measure the same variants
     if refusals:
-        logs.once("partitions", f"The matmul is measured on all visible SMs only: {refusals[0]}")
-        return {visible: matmul}
-    return {**parts, visible: matmul}
+        logs.once("partitions", f"The matmul is measured on all of a rank's SMs only: {refusals[0]}")
+        return {every: matmul}
+    return {**parts, every: matmul}
 
 
 def _inside(group: Group, multiprocessors: int, matmul: Work) -> Work:

@@ -2,7 +2,7 @@
 
 | constant | from |
 |---|---|
-| speeds, pauses, hop | bare communication of all_to_all and all_reduce in 1 to 16 parcels, by `staged.fit` |
+| speeds, pauses, hop, end | bare communication of all_to_all and all_reduce in 1 to 16 parcels, by `staged.fit` |
 | call, enqueue | the host's seconds for whole calls of few and of many parcels |
 | sum speeds | the kernel that sums, alone and beside a matmul on all SMs but those that its plan leaves |
 
@@ -59,7 +59,7 @@ def engines(group: Group, bare: Callable[[str, int, int], Call], rounds: int) ->
         return None
     shared = bool(getattr(fabric, "shares_device", False))
     beside, alone = _sum_speeds(group, rounds)
-    guess = staged.Engines(5e10, 5e10, 1.5e-5, 1.5e-5, 1e-5, chunk, beside, alone, call=1e-4)
+    guess = staged.Engines(5e10, 5e10, 1.5e-5, 1.5e-5, 1e-5, chunk, beside, alone, end=1e-4)
     align = bare(matmul_all_to_all.OPERATOR, 1, 1)
     samples = []
     for operator, nbytes, parcels in itertools.product(_OPERATORS, _SIZES, _PARCELS):
@@ -67,7 +67,7 @@ def engines(group: Group, bare: Callable[[str, int, int], Call], rounds: int) ->
         samples.append(staged.Sample(operator, nbytes, parcels, seconds))
     found = staged.fit(samples, guess, group.size, shared)
     call, enqueue = _host(group, rounds)
-    return dataclasses.replace(found, call=found.call + call, enqueue=enqueue)
+    return dataclasses.replace(found, call=call, enqueue=enqueue)
 
 
 def _behind(group: Group, call: Call, align: Call, rounds: int) -> float:

@@ -282,7 +282,7 @@ def _work(section: Section) -> Work:
 
 def _engines(section: Section) -> Engines:
     speeds = ("out_speed", "in_speed", "sum_speed", "sum_speed_alone")
-    delays = ("out_pause", "in_pause", "hop", "call", "enqueue")
+    delays = ("out_pause", "in_pause", "hop", "end", "call", "enqueue")
     engines = Engines(
         chunk=section.whole("chunk"),
         **{name: section.positive(name) for name in speeds},

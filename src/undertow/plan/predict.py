@@ -110,10 +110,11 @@ def _staged(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     pieces = [problem.result_bytes * (stop - start) / whole / problem.ranks for start, stop in plan.parcels]
     where = problem.operator, problem.ranks, machine.shares_device, pieces
     arrived = staged.last_arrival(engines, *where, ready, ready[-1] if ready else 0.0)
-    alone = engines.call + staged.last_arrival(engines, *where, [0.0] * len(pieces))
+    around = engines.call + engines.end
+    alone = around + staged.last_arrival(engines, *where, [0.0] * len(pieces))
     packed = plan.grain == "signaled" and plan.layout == "packed"
     unpack = unpack_seconds(problem, machine) if packed else 0.0
-    return Prediction(gemm, alone, unpack, engines.call + max([arrived, *ready[-1:]]) + unpack)
+    return Prediction(gemm, alone, unpack, around + max([arrived, *ready[-1:]]) + unpack)
 
 
 def beside_matmul(problem: Problem, plan: Plan, machine: Machine) -> tuple[staged.Engines, float]:

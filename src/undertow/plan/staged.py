@@ -27,8 +27,8 @@ of parcel i are done, d the seconds of a job, and f the moment when the stage's 
     start = max(f, first + hop)      L = max(start + S d, last + hop + d)      F = start + d      f = L
 
 Of the stages that want an engine, the one that can start first has it. Besides, nothing of parcel i starts before the
-host has enqueued it: `enqueue` seconds for each copy's stage. `call` is what a call takes before its first and after
-its last of all this.
+host has enqueued it: `enqueue` seconds for each copy's stage. A call begins `call` seconds before all this, for the
+host, and is over `end` seconds after it. Where the host runs ahead, `call` and `enqueue` cost nothing (`ahead`).
 
 `fit` finds the engines' constants from measured runs of bare communication, each a `Sample`: speeds, pauses and `hop`
 with which the equations are right, in proportion, as nearly as can be.
@@ -49,7 +49,7 @@ STAGES = {
 }
 """By operator; others are not described here."""
 _ENGINE = {"out": 0, "share": 0, "in": 1, "gather": 1}
-_FITTED = ("out_speed", "in_speed", "out_pause", "in_pause", "hop")
+_FITTED = ("out_speed", "in_speed", "out_pause", "in_pause", "hop", "end")
 _SWEEPS = 60
 _SMALLEST_STEP = 0.004
 
@@ -68,8 +68,14 @@ class Engines:
     chunk: int
     sum_speed: float
     sum_speed_alone: float
+    end: float = 0.0
     call: float = 0.0
     enqueue: float = 0.0
+
+    @property
+    def ahead(self) -> Engines:
+        """The same for a host that has enqueued everything before the GPU gets there."""
+        return replace(self, call=0.0, enqueue=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +194,9 @@ def _summing(engines: Engines, nbytes: float, begin: float, computing_until: flo
 
 
 def fit(samples: Iterable[Sample], guess: Engines, ranks: int, shared: bool) -> Engines:
-    """`guess` with speeds, pauses and `hop` that suit the samples: a search by coordinates, in steps that shrink.
+    """`guess` with speeds, pauses, `hop` and `end` that suit the samples: a search by coordinates, step by step finer.
 
-    What is the same in all samples and belongs to no engine (events, joins) goes into `call`.
+    Samples are measured with hosts that run ahead.
     """
     measured = list(samples)
     if len(measured) <= len(_FITTED):
@@ -198,13 +204,12 @@ def fit(samples: Iterable[Sample], guess: Engines, ranks: int, shared: bool) -> 
 
     def seconds(engines: Engines, one: Sample) -> float:
         pieces = [one.nbytes / one.parcels / ranks] * one.parcels
-        bare = replace(engines, enqueue=0.0)  # they are measured behind something long
-        return engines.call + last_arrival(bare, one.operator, ranks, shared, pieces, [0.0] * one.parcels)
+        return engines.end + last_arrival(engines, one.operator, ranks, shared, pieces, [0.0] * one.parcels)
 
     def loss(engines: Engines) -> float:
         return sum(math.log(seconds(engines, one) / one.seconds) ** 2 for one in measured)
 
-    return _searched(guess, (*_FITTED, "call"), loss)
+    return replace(_searched(guess.ahead, _FITTED, loss), call=guess.call, enqueue=guess.enqueue)
 
 
 def _searched(guess: Engines, names: Sequence[str], loss: Callable[[Engines], float]) -> Engines:
