@@ -7,7 +7,7 @@ time is over:
 - up to 48 fixed candidates: equal parcels of 1 to 32 waves and so many equal ones, growing, shrinking, chunks, serial,
   FlashOverlap's rule; beside them what the model takes for best, and what the tuner picks as `auto` does (200 ms);
 - interleaved, in device time, the slowest rank counts; after two rounds of all, those that were clearly slower leave;
-- the matmul alone (cuBLAS), the communication alone (as serial does it), bare copies both ways.
+- the matmul alone (cuBLAS), the communication alone (of the serial plan predicted faster), bare copies both ways.
 
 Told: the error of every prediction, the pick against the best of the fixed ones, speed-up over serial, share of ideal.
 
@@ -36,7 +36,6 @@ from undertow.fabric import profile
 from undertow.fabric.environment import environment
 from undertow.ops.profile import communication, sharpen
 from undertow.plan import tuner
-from undertow.plan.defaults import default_plan
 from undertow.plan.machine import FORMAT, Machine
 from undertow.plan.metrics import share_of_ideal
 from undertow.plan.plan import Plan, split
@@ -51,7 +50,8 @@ ALL_ROUNDS, ROUNDS = 2, 7
 CLEARLY, STILL = 1.10, 1.05  # times the fastest: who is slower than that leaves after two rounds, and after four
 AUTO = "auto"
 AHEAD_CYCLES = 25_000_000  # more than 10 ms on GPUs of today
-BEYOND = ("best", AUTO)  # not among the fixed ones
+PLANNED = "serial, planned"
+BEYOND = ("best", AUTO, PLANNED)  # not among the fixed ones
 ALONE = ("gemm", "communication")
 
 
@@ -71,9 +71,9 @@ def fixed_candidates(problem: Problem, machine: Machine) -> dict[str, Plan]:
             found[name] = replace(frame, parcels=tuple(itertools.pairwise([0, *ends])))
     different: dict[str, str] = {}
     for name, plan in found.items():
-        if name != "best":
+        if name not in BEYOND:
             different.setdefault(plan.digest, name)
-    return {name: found[name] for name in different.values()} | {"best": frame}
+    return {name: found[name] for name in (*different.values(), "best", PLANNED)}
 
 
 class Bench:
@@ -145,7 +145,7 @@ class Bench:
             plans[AUTO] = decision.plan
         calls = {name: run(plan) for name, plan in plans.items()}
         calls["gemm"] = lambda: torch.mm(x, w, out=y)
-        serial = default_plan(problem, "serial", LANE)
+        serial = min((plans["serial"], plans[PLANNED]), key=lambda plan: predict(problem, plan, self.machine).total)
         calls["communication"] = bare_communication(group, operator, x, w, out, problem, serial)
         first = next(name for name, plan in plans.items() if plan == order[0][0])
         taken = self.rounds(calls, (*ALONE, *BEYOND, "serial", first, same or AUTO))
@@ -187,15 +187,15 @@ def judged(one: dict[str, Any]) -> dict[str, float]:
     measured = {name: plan["measured"] for name, plan in plans.items()}
     best = min(took for name, took in measured.items() if name not in BEYOND)
     errors = [plan["predicted"] / plan["measured"] - 1 for plan in plans.values()]
-    fastest = min(measured.values())
+    fastest, serial = min(measured.values()), min(measured["serial"], measured[PLANNED])
     return {
         "error": statistics.mean(abs(one) for one in errors),
         "bias": statistics.mean(errors),
         "auto": measured[one["auto"]] / best,
         "first": measured[one["first"]] / best,
         "model": measured["best"] / best,
-        "speedup": measured["serial"] / fastest,
-        "auto_speedup": measured["serial"] / measured[one["auto"]],
+        "speedup": serial / fastest,
+        "auto_speedup": serial / measured[one["auto"]],
         "share": share_of_ideal(fastest, gemm, comm) or 0.0,
         "auto_share": share_of_ideal(measured[one["auto"]], gemm, comm) or 0.0,
         "ratio": comm / gemm,
@@ -207,7 +207,8 @@ def line(one: dict[str, Any]) -> str:
     best = min((name for name in plans if name not in BEYOND), key=lambda name: plans[name]["measured"])
     return (
         f"{one['operator'][7:]:15} M {one['m']:5} K {one['k']:5}  gemm {one['alone']['gemm'] * 1e3:6.2f} comm "
-        f"{one['alone']['communication'] * 1e3:6.2f} serial {plans['serial']['measured'] * 1e3:6.2f} ms | error "
+        f"{one['alone']['communication'] * 1e3:6.2f} serial {plans['serial']['measured'] * 1e3:6.2f} "
+        f"({plans[PLANNED]['measured'] * 1e3:.2f} planned) ms | error "
         f"{found['error'] * 100:4.1f}% ({found['bias'] * 100:+.1f}) | fixed: {best} {plans[best]['measured'] * 1e3:.2f}"
         f" | auto: {one['auto']} {found['auto']:.3f} of it | model's {found['model']:.3f}, first {found['first']:.3f}"
         f" | {found['speedup']:.2f}x, share of ideal {found['share'] * 100:.0f}%"

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 Cuts = tuple[int, ...]
-TRIALS = 110
+TRIALS = 80
 _EQUAL = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _RAMPS = (6, 12)
 _RATIOS = (1.2, 1.6)

@@ -13,7 +13,8 @@ Over copy engines (`staged`) several parcels are under way at once, so that is n
 
 **Fused plans** have no parcels to group; a few stand beside the others.
 
-**Fixed ones**: equal parcels of 1 to 32 waves, growing, shrinking, two chunks, FlashOverlap's rule, serial.
+**Fixed ones**: equal parcels of 1 to 32 waves, growing, shrinking, two chunks, FlashOverlap's rule, serial; over copy
+engines serial is cut as the model thinks best, too.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ Parcels = tuple[tuple[int, int], ...]
 MOST_CUTS = 200
 LONGEST_PARCEL = 32
 _STATES = 12
+_SERIAL_CUTS = 64  # where serial may cut what it sends
 _NOTHING = 5e-4
 _CHUNKS = (2, 4, 8)
 _GROUP_BANDS = 8
@@ -81,6 +83,9 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     found = {"serial": default_plan(problem, "serial", lane)}
     if problem.ranks == 1 or problem.m * problem.n == 0:
         return found
+    if is_staged(problem, machine, lane):
+        cuts = [problem.m * one // _SERIAL_CUTS for one in range(_SERIAL_CUTS + 1)]
+        found["serial, planned"] = _climbed(problem, machine, found["serial"], sorted(set(cuts)))
     if problem.operator == EMBEDDING:
         return found | _slices(problem, lane)
     for parts in _CHUNKS:
@@ -146,7 +151,7 @@ def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
         return ((0, int(cuts[-1])),)
     assert plan.tile is not None  # wave_cuts would have refused
     if is_staged(problem, machine, plan.lane):
-        return _climbed(problem, machine, plan, [int(cut) for cut in cuts])
+        return _climbed(problem, machine, plan, [int(cut) for cut in cuts]).parcels
     workers, tiles = workers_of(problem, plan), int(cuts[-1])
     one = tile_seconds(problem, machine, plan.tile, workers)
     ready = np.asarray(machine.launch_seconds + -(-cuts // workers) * one, dtype=np.float64)
@@ -168,25 +173,28 @@ def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
     return tuple(itertools.pairwise([0, *(int(cuts[end]) for end in ends)]))
 
 
-def _climbed(problem: Problem, machine: Machine, plan: Plan, cuts: Sequence[int]) -> Parcels:
-    """Over copy engines several parcels are under way at once, and no state at a cut says what is best to have."""
-    assert plan.tile is not None
-    workers = workers_of(problem, plan)
-    engines, slow = beside_matmul(problem, plan, machine)
-    wave = slow * tile_seconds(problem, machine, plan.tile, workers)
+def _climbed(problem: Problem, machine: Machine, plan: Plan, cuts: Sequence[int]) -> Plan:
+    """The plan, serial or signaled, with parcels that end at some of `cuts`.
+
+    Over copy engines several parcels are under way at once, and no state at a cut says what is best to have.
+    """
+    assert machine.engines is not None
+    workers, engines, wave = workers_of(problem, plan), machine.engines, 0.0
+    if plan.tile is not None:
+        engines, slow = beside_matmul(problem, plan, machine)
+        wave = slow * tile_seconds(problem, machine, plan.tile, workers)
     piece = problem.result_bytes / cuts[-1] / problem.ranks
 
     def end(chosen: climb.Cuts) -> float:
         ends = [0, *(cuts[one] for one in chosen)]
-        ready = [machine.launch_seconds + -(-stop // workers) * wave for stop in ends[1:]]
+        ready = [-(-stop // workers) * wave for stop in ends[1:]]
         pieces = [piece * (stop - start) for start, stop in itertools.pairwise(ends)]
         shared = machine.shares_device
         return max(
             ready[-1], staged.last_arrival(engines, problem.operator, problem.ranks, shared, pieces, ready, ready[-1])
         )
 
-    found = climb.best(len(cuts) - 1, end)
-    return tuple(itertools.pairwise([0, *(cuts[one] for one in found)]))
+    return _cut(plan, [cuts[one] for one in climb.best(len(cuts) - 1, end)])
 
 
 class Grouping(NamedTuple):
