@@ -51,7 +51,8 @@ CLEARLY, STILL = 1.10, 1.05  # times the fastest: who is slower than that leaves
 AUTO = "auto"
 AHEAD_CYCLES = 25_000_000  # more than 10 ms on GPUs of today
 PLANNED = "serial, planned"
-BEYOND = ("best", AUTO, PLANNED)  # not among the fixed ones
+CHUNKS = "chunks, planned"
+BEYOND = ("best", AUTO, PLANNED, CHUNKS)  # not among the fixed ones
 ALONE = ("gemm", "communication")
 
 
@@ -73,7 +74,7 @@ def fixed_candidates(problem: Problem, machine: Machine) -> dict[str, Plan]:
     for name, plan in found.items():
         if name not in BEYOND:
             different.setdefault(plan.digest, name)
-    return {name: found[name] for name in (*different.values(), "best", PLANNED)}
+    return {name: found[name] for name in (*different.values(), "best", PLANNED, CHUNKS)}
 
 
 class Bench:

@@ -80,7 +80,7 @@ def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
         return _staged(problem, plan, machine)
     parcels = plan.parcels if plan.grain != "serial" else ((0, plan.extent),)
     bounds = [0, *itertools.accumulate(stop - start for start, stop in parcels)]
-    computing = _matmul_times(problem, plan, machine, bounds)
+    computing = matmul_times(problem, plan, machine, bounds)
     moving = [_moving(problem, plan, machine, start, stop, max(1, bounds[-1])) for start, stop in parcels]
     if plan.grain == "fused":  # of embedding_all_to_all: rows are stored where they are wanted
         alone = sum(computing), sum(cost for cost, _ in moving)
@@ -103,7 +103,7 @@ def _staged(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     bounds = [0, *itertools.accumulate(stop - start for start, stop in plan.parcels)]
     whole = max(1, bounds[-1])
     serial = plan.grain == "serial"
-    computing = _matmul_times(problem, plan, machine, [0, whole] if serial else bounds)
+    computing = matmul_times(problem, plan, machine, [0, whole] if serial else bounds)
     gemm = sum(computing)
     engines, slow = beside_matmul(problem, plan, machine) if not serial else (machine.engines, 1.0)
     ready = [gemm] * len(plan.parcels) if serial else [slow * one for one in itertools.accumulate(computing)]
@@ -130,7 +130,7 @@ def beside_matmul(problem: Problem, plan: Plan, machine: Machine) -> tuple[stage
 
 
 def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
-    (gemm,) = _matmul_times(problem, plan, machine, [0, 1])
+    (gemm,) = matmul_times(problem, plan, machine, [0, 1])
     gathers = problem.operator == "all_gather_matmul"
     nbytes = problem.m * problem.k * problem.item_size if gathers else problem.result_bytes
     communication, speed = collective_seconds(problem, machine, plan.lane, nbytes)
@@ -218,7 +218,7 @@ def _reading(problem: Problem, machine: Machine, rows: int) -> float:
     return elements * problem.item_size / (2 * machine.work.copy_speed)
 
 
-def _matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int]) -> list[float]:
+def matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int]) -> list[float]:
     """What each parcel's part of the matmul takes, in the order of the parcels."""
     workers, extent = workers_of(problem, plan), max(1, bounds[-1])
     if plan.tile is None or problem.operator == EMBEDDING:

@@ -14,7 +14,7 @@ Over copy engines (`staged`) several parcels are under way at once, so that is n
 **Fused plans** have no parcels to group; a few stand beside the others.
 
 **Fixed ones**: equal parcels of 1 to 32 waves, growing, shrinking, two chunks, FlashOverlap's rule, serial; over copy
-engines serial is cut as the model thinks best, too.
+engines serial and chunks are cut as the model thinks best, too.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ from .defaults import BESIDE_CTAS, default_plan, fused_plan
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
 from .predict import (
+    LIBRARY_TILE,
     Prediction,
     beside_matmul,
     collective_seconds,
     is_staged,
     matmul_seconds,
+    matmul_times,
     predict,
     signal_seconds,
     tile_seconds,
@@ -53,7 +55,7 @@ Parcels = tuple[tuple[int, int], ...]
 MOST_CUTS = 200
 LONGEST_PARCEL = 32
 _STATES = 12
-_SERIAL_CUTS = 64  # where serial may cut what it sends
+_ROW_CUTS = 64  # at most: where rows may be cut
 _NOTHING = 5e-4
 _CHUNKS = (2, 4, 8)
 _GROUP_BANDS = 8
@@ -84,8 +86,10 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     if problem.ranks == 1 or problem.m * problem.n == 0:
         return found
     if is_staged(problem, machine, lane):
-        cuts = [problem.m * one // _SERIAL_CUTS for one in range(_SERIAL_CUTS + 1)]
-        found["serial, planned"] = _climbed(problem, machine, found["serial"], sorted(set(cuts)))
+        bands = min(_ROW_CUTS, -(-problem.m // LIBRARY_TILE[0]))
+        for name, grain, count in (("serial, planned", "serial", _ROW_CUTS), ("chunks, planned", "chunked", bands)):
+            cuts = sorted({problem.m * one // count for one in range(count + 1)})
+            found[name] = _climbed(problem, machine, Plan(grain, lane, ((0, problem.m),)), cuts)
     if problem.operator == EMBEDDING:
         return found | _slices(problem, lane)
     for parts in _CHUNKS:
@@ -174,20 +178,19 @@ def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
 
 
 def _climbed(problem: Problem, machine: Machine, plan: Plan, cuts: Sequence[int]) -> Plan:
-    """The plan, serial or signaled, with parcels that end at some of `cuts`.
+    """The plan with parcels that end at some of `cuts`.
 
     Over copy engines several parcels are under way at once, and no state at a cut says what is best to have.
     """
     assert machine.engines is not None
-    workers, engines, wave = workers_of(problem, plan), machine.engines, 0.0
-    if plan.tile is not None:
+    engines, slow = machine.engines, 0.0  # what is serial is ready at once
+    if plan.grain != "serial":
         engines, slow = beside_matmul(problem, plan, machine)
-        wave = slow * tile_seconds(problem, machine, plan.tile, workers)
     piece = problem.result_bytes / cuts[-1] / problem.ranks
 
     def end(chosen: climb.Cuts) -> float:
         ends = [0, *(cuts[one] for one in chosen)]
-        ready = [-(-stop // workers) * wave for stop in ends[1:]]
+        ready = [slow * one for one in itertools.accumulate(matmul_times(problem, plan, machine, ends))]
         pieces = [piece * (stop - start) for start, stop in itertools.pairwise(ends)]
         shared = machine.shares_device
         return max(
