@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import matmul_suite
+import staged_checks
 import token_checks
 import torch
 from matmul_suite import Case
@@ -152,34 +153,6 @@ def program_moves_before_the_matmul_ends(group: ut.Group) -> None:
 
 
 @check
-def copy_engines_are_measured(group: ut.Group) -> None:
-    """The constants of the staged lane are sane, and say what bare communication of another size takes."""
-    from undertow.ops import profile_engines
-    from undertow.ops.profile import communication
-    from undertow.plan.staged import last_arrival
-
-    def bare(operator: str, nbytes: int, parcels: int) -> Callable[[], object]:
-        return communication(group, operator, "dma", nbytes, torch.bfloat16, parcels)
-
-    found = profile_engines.engines(group, bare, rounds=3)
-    assert found is not None, "ranks share a GPU, so lane dma is staged"
-    assert 5e9 < found.out_speed < 5e11, found
-    assert 5e9 < found.in_speed < 5e11, found
-    assert found.sum_speed_alone > 1e10, found
-    assert 0 <= found.enqueue < 2e-3, found
-    assert 0 <= found.call < 2e-2, found
-    align = bare("matmul_all_to_all", 1, 1)
-    for nbytes, parcels in ((32 << 20, 3), (64 << 20, 6)):
-        took = profile_engines._behind(group, bare("matmul_reduce_scatter", nbytes, parcels), align, rounds=3)
-        pieces = [nbytes / parcels / group.size] * parcels
-        where = "matmul_reduce_scatter", group.size, True, pieces, [0.0] * parcels
-        said = found.end + last_arrival(found.ahead, *where)
-        if group.rank == 0:
-            print(f"  {nbytes >> 20} MiB in {parcels}: {took * 1e3:.2f} ms, predicted {said * 1e3:.2f}", flush=True)
-        assert 0.7 < said / took < 1.4, (found, nbytes, parcels, took, said)
-
-
-@check
 def captured_programs_replay(group: ut.Group) -> None:
     """1000 replays with new inputs, a rank's host or device delayed now and then."""
     import program_targets
@@ -295,5 +268,5 @@ def late_products_are_waited_for(group: ut.Group) -> None:
             assert wrong == (0, 0), f"{strategy}, turn {turn}: {wrong} elements of all_reduce and reduce_scatter"
 
 
-for _one in token_checks.CHECKS:
+for _one in (*token_checks.CHECKS, *staged_checks.CHECKS):
     check(_one)
