@@ -49,6 +49,14 @@ STAGES = {
 }
 """By operator; others are not described here."""
 _ENGINE = {"out": 0, "share": 0, "in": 1, "gather": 1}
+_WAIT_FOR = {
+    "out": ("out", "in"),
+    "in": ("in", "sum", "out"),
+    "sum": ("sum", "share", "in"),
+    "share": ("share", "gather"),
+    "gather": ("gather", "share"),
+}
+"""Which stages may go on when a parcel is through one."""
 _FITTED = ("out_speed", "in_speed", "out_pause", "in_pause", "hop", "end")
 _SWEEPS = 60
 _SMALLEST_STEP = 0.004
@@ -150,11 +158,10 @@ def last_arrival(
             early, late = max(early, last["gather"][at - 2]), max(late, last["gather"][at - 2])
         return max(early, enqueued) + hop, max(late, enqueued) + hop
 
+    waiting = {stage: may_start(stage, 0) for stage in stages}
     for _ in range(count * len(stages)):
         chosen: tuple[float, float, float, str] | None = None
-        for stage in stages:
-            at = len(last[stage])
-            found = may_start(stage, at) if at < count else None
+        for stage, found in waiting.items():
             if found is not None:
                 begin = max(found[0], free[_ENGINE[stage]]) if stage in _ENGINE else found[0]
                 if chosen is None or (begin, found[0]) < chosen[:2]:
@@ -166,11 +173,14 @@ def last_arrival(
             nbytes = (ranks + 1) * pieces[at]
             first[stage].append(begin + _summing(engines, nbytes, begin, computing_until))
             last[stage].append(late + _summing(engines, nbytes, late, computing_until))
-            continue
-        job = seconds[stage][at]
-        first[stage].append(begin + job)
-        last[stage].append(max(begin + jobs * job, late + job))
-        free[_ENGINE[stage]] = last[stage][-1]
+        else:
+            job = seconds[stage][at]
+            first[stage].append(begin + job)
+            last[stage].append(max(begin + jobs * job, late + job))
+            free[_ENGINE[stage]] = last[stage][-1]
+        for other in _WAIT_FOR[stage]:
+            if other in waiting:
+                waiting[other] = may_start(other, len(last[other])) if len(last[other]) < count else None
     return last[stages[-1]][-1]
 
 
