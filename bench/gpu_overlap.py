@@ -8,6 +8,7 @@ Speed-up is over serial; E is the part of the exposed communication that was hid
 the longer of the two parts.
 
     PYTHONPATH=src python bench/gpu_overlap.py [--ranks 4] [--lane dma] [--operators ...] [--m ...] [--k ...] [--graph]
+        [--machine FILE]
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ from undertow.fabric.environment import environment
 from undertow.ops import matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from undertow.ops.finish import Finish
 from undertow.plan.defaults import default_plan
+from undertow.plan.machine import Machine
 from undertow.plan.metrics import overlap_efficiency, share_of_ideal
 from undertow.plan.plan import Plan, split
 from undertow.plan.problem import Problem
+from undertow.plan.search import ranked
+from undertow.plan.tokens import Tokens
 
 N = 8192
 OPERATORS = {
@@ -82,9 +86,47 @@ def plans(problem: Problem, lane: str) -> dict[str, Plan]:
     return found
 
 
+def bare_communication(
+    group: ut.Group, operator: str, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, problem: Problem, plan: Plan
+) -> Callable[[], None]:
+    """What the operator moves under that plan, without its matmul."""
+    module: Any = OPERATORS[operator]
+    lane, each = group.fabric.lane(plan.lane), problem.m // group.size
+    tokens = (Tokens.of_splits([[each] * group.size] * group.size),) if operator == "matmul_all_to_all" else ()
+
+    def alone() -> None:
+        with group.fabric.guarded_call((out,)):
+            module.run(
+                x, w, out, *tokens, problem, plan, Finish(None, "none"), group.fabric, lane, compute=False
+            )  # fmt: skip
+
+    return alone
+
+
+def two_way_bandwidth(group: ut.Group, nbytes: int = 64 << 20, rounds: int = 5) -> float:
+    """Bytes per second and rank of bare copies from and to pinned memory, all ranks both ways at once."""
+    here, there = (torch.zeros(nbytes, dtype=torch.uint8, device=group.device) for _ in range(2))
+    out, back = (torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    streams = [torch.cuda.Stream(group.device) for _ in range(2)]
+    taken = []
+    for _ in range(rounds + 1):
+        torch.cuda.synchronize()
+        group.barrier()
+        began = time.perf_counter()
+        for _ in range(4):  # a start that is not quite together counts less
+            with torch.cuda.stream(streams[0]):
+                out.copy_(here, non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                there.copy_(back, non_blocking=True)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - began)
+    return 4 * nbytes / statistics.median(group.reduce_max(taken)[1:])
+
+
 class Bench:
-    def __init__(self, lane: str, graph: bool, rounds: int) -> None:
+    def __init__(self, lane: str, graph: bool, rounds: int, machine: dict[str, Any] | None) -> None:
         self.group = ut.init()
+        self.machine = None if machine is None else Machine.from_dict(machine)
         self.lane, self.graph, self.rounds = lane, graph, rounds
         self.group.fabric.lane(lane)
 
@@ -122,17 +164,9 @@ class Bench:
         rows = m // group.size if operator == "matmul_reduce_scatter" else m
         out = y if operator == "matmul_all_reduce" else torch.empty(rows, N, device=device, dtype=y.dtype)
         every = plans(problem, self.lane)
-        module: Any = OPERATORS[operator]
-        lane = group.fabric.lane(self.lane)
-        extra = ([[m // group.size] * group.size] * group.size,) if operator == "matmul_all_to_all" else ()
-
-        def alone() -> None:
-            with group.fabric.guarded_call((out,)):
-                module.run(
-                    x, w, out, *extra, problem, every["serial"], Finish(None, "none"), group.fabric, lane,
-                    compute=False,
-                )  # fmt: skip
-
+        if self.machine is not None:
+            every["planned"] = ranked(problem, self.machine, [self.lane])[0][0]
+        alone = bare_communication(group, operator, x, w, out, problem, every["serial"])
         variants: dict[str, Callable[[], object]] = {"gemm": lambda: torch.mm(x, w, out=y), "communication": alone}
         for name, plan in every.items():
             variants[name] = lambda plan=plan: CALLS[operator](x, w, group=group, plan=plan, out=out)
@@ -144,7 +178,13 @@ class Bench:
                 if turn:
                     seconds[name].append(took)
         median = {name: statistics.median(found) for name, found in seconds.items()}
-        return {"operator": operator, "m": m, "k": k, "seconds": seconds, "median": median}
+        return {"operator": operator, "m": m, "k": k, "ranks": group.size, "seconds": seconds, "median": median}
+
+
+def moved(one: dict[str, Any]) -> float:
+    """Bytes that each rank sends, and receives."""
+    ranks = one["ranks"]
+    return (2 if one["operator"] == "matmul_all_reduce" else 1) * (ranks - 1) / ranks * one["m"] * N * 2
 
 
 def line(one: dict[str, Any]) -> str:
@@ -152,7 +192,8 @@ def line(one: dict[str, Any]) -> str:
     gemm, comm, serial = median["gemm"], median["communication"], median["serial"]
     text = (
         f"{one['operator'][7:]:15} M {one['m']:5} K {one['k']:5}  gemm {gemm * 1e3:7.2f}  comm {comm * 1e3:7.2f}"
-        f"  ratio {comm / gemm:5.2f}  serial {serial * 1e3:7.2f} ms |"
+        f" ({moved(one) / comm / one['link']:.2f} of bare copies)  ratio {comm / gemm:5.2f}"
+        f"  serial {serial * 1e3:7.2f} ms |"
     )
     for name, took in median.items():
         if name not in ("gemm", "communication", "serial"):
@@ -187,10 +228,13 @@ def summary(found: list[dict[str, Any]]) -> list[str]:
 
 
 def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
-    bench = Bench(options["lane"], options["graph"], options["rounds"])
+    bench = Bench(options["lane"], options["graph"], options["rounds"], options["machine"])
+    link = two_way_bandwidth(bench.group)
+    if bench.group.rank == 0:
+        print(f"bare copies both ways {link / 1e9:.1f} GB/s a rank each way", flush=True)
     found = []
     for operator, m, k in itertools.product(options["operators"], options["m"], options["k"]):
-        found.append(bench.shape(operator, m, k))
+        found.append({**bench.shape(operator, m, k), "link": link})
         if bench.group.rank == 0:
             print(line(found[-1]), flush=True)
     return found
@@ -206,8 +250,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--graph", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--machine", type=Path, help="a machine file: its best plan is measured, too")
     options = parser.parse_args()
     given = {
+        "machine": Machine.load(options.machine).to_dict() if options.machine else None,
         "lane": options.lane, "graph": options.graph, "rounds": options.rounds,
         "operators": options.operators.split(","), "m": [int(one) for one in options.m.split(",")],
         "k": [int(one) for one in options.k.split(",")],

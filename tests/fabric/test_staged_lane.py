@@ -72,7 +72,7 @@ class Node:
             guard = types.SimpleNamespace(perform=module.batch)
             group = types.SimpleNamespace(size=ranks, rank=rank)
             fabric = types.SimpleNamespace(
-                group=group, device=rank, guard=guard, handoffs=lambda slots, pairs=pairs: pairs, rank=rank
+                group=group, device=rank, guard=guard, handoffs=lambda slots, near, pairs=pairs: pairs, rank=rank
             )
             self.lanes.append(lanes.StagedLane(fabric))
             self.current[rank] = world.new_stream()
@@ -171,8 +171,10 @@ def test_parcels_are_reduced_and_shared(ranks: int, elements: int, modules: Any)
     world.run(seed=ranks * elements)
     for rank in range(ranks):
         assert torch.equal(buffers[rank], want), rank
-    if elements == 100 and ranks > 2:  # pieces of several peers in one copy
-        assert max(height for _, height in world.copies) == ranks - 1
+    if elements == 100 and ranks > 2:
+        # What a rank sums comes in one copy, and leaves in two, around its own place, unless that is at an end.
+        assert world.copies.count((4 * elements * (ranks - 1), ranks - 1)) >= parcels * (ranks + 2)
+        assert len(world.copies) == parcels * (ranks + 2 * (2 * ranks - 2) + ranks)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -242,29 +244,48 @@ def test_steps_pack_as_the_driver_reads_them(modules: Any) -> None:
     assert ctypes.c_int32.from_address(signals.address(0, 0)).value == 9
 
 
+class Memory(NamedTuple):
+    """As much of a tensor as joining chunks looks at."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 def test_rows_too_far_apart_are_copied_one_by_one(modules: Any) -> None:
     lanes, _, _ = modules
+    for step, copies in ((1 << 20, 1), ((1 << 31) - 1, 1), (1 << 31, 3)):
+        for near, far in ((100, step), (step, 100)):  # in the rings, on the device
+            chunks = [lanes._Chunk(peer, 0, peer * near, Memory(peer * far), 0, 64) for peer in range(3)]
+            assert len(lanes._joined(chunks, None)) == copies
 
-    class Far(NamedTuple):
-        nbytes: int
-        address: int
 
-        def data_ptr(self) -> int:
-            return self.address
-
-    for step, runs in ((1 << 20, 1), ((1 << 31) - 1, 1), (1 << 31, 3)):
-        found = lanes._runs([(peer, 0, Far(64, peer * step)) for peer in range(3)], 0, inside=False)
-        assert len(found) == runs
+def test_only_rows_at_even_distances_are_joined(modules: Any) -> None:
+    lanes, _, _ = modules
+    for hosts, devices, copies in (
+        ((0, 100, 200), (0, 70, 140), [3]),
+        ((0, 100, 200), (0, 70, 210), [2, 1]),  # a gap on the device
+        ((0, 100, 300), (0, 70, 140), [2, 1]),  # a gap in the rings
+        ((0, 100, 200), (140, 0, 70), [1, 2]),  # rows must follow each other upwards
+        ((0, 10, 20), (0, 70, 140), [1, 1, 1]),  # and must not overlap
+    ):
+        chunks = [lanes._Chunk(peer, 0, hosts[peer], Memory(devices[peer]), 0, 64) for peer in range(3)]
+        assert [rows.height for _, _, rows in lanes._joined(chunks, None)] == copies
+    sizes = [lanes._Chunk(peer, 0, 100 * peer, Memory(100 * peer), 0, 64 - peer) for peer in range(3)]
+    assert len(lanes._joined(sizes, None)) == 3
+    places = [lanes._Chunk(peer, peer, 100 * peer, Memory(100 * peer), 0, 64) for peer in range(3)]
+    assert len(lanes._joined(places, None)) == 3
 
 
 def test_copies_of_a_graph_stay_inside_their_memory(modules: Any) -> None:
     """The driver counts a whole step for the last row of a captured copy."""
     lanes, _, _ = modules
     memory = torch.zeros(4, 100, dtype=torch.uint8)
-    for first, heights in ((0, [3]), (1, [2, 1])):  # pieces of 30 bytes in rows 0 to 2, in rows 1 to 3
-        messages = [(peer, 0, memory[first + peer, 60:90]) for peer in range(3)]
-        assert [len(run.peers) for run in lanes._runs(messages, 0, inside=False)] == [3]
-        assert [len(run.peers) for run in lanes._runs(messages, 0, inside=True)] == heights
+    for first, rings, heights in ((0, 300, [3]), (1, 300, [2, 1]), (0, 290, [2, 1])):  # 30 bytes in rows 0 to 2, 1 to 3
+        chunks = [lanes._Chunk(peer, 0, 100 * peer, memory[first + peer, 60:90], 0, 30) for peer in range(3)]
+        assert [rows.height for _, _, rows in lanes._joined(chunks, None)] == [3]
+        assert [rows.height for _, _, rows in lanes._joined(chunks, rings)] == heights
 
 
 def test_a_long_stop_is_made_in_pieces(modules: Any) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import matmul_suite
+import staged_checks
 import token_checks
 import torch
 from matmul_suite import Case
@@ -129,23 +130,29 @@ def program_moves_before_the_matmul_ends(group: ut.Group) -> None:
 
     from undertow.fabric.timeline import Recorder, recording
 
-    rows, inner = 4096, 16384  # long enough for the host to walk the program meanwhile
+    rows, inner = 4096, 32768  # milliseconds: a chunk of an eighth needs a fraction of one
     x = torch.ones(rows, inner, dtype=torch.bfloat16, device=group.device)
     w = torch.ones(inner, 4096, dtype=torch.bfloat16, device=group.device)
     for program in program_targets.PROGRAMS["matmul_all_reduce"]:
         for turn in range(2):
             recorder = Recorder(group.rank, "cuda")
             settle(group)
+            if turn:  # the GPU is busy for 10 ms, so that the host walks the program before the matmul begins
+                torch.cuda._sleep(25_000_000)
             with recording(recorder):
                 ut.matmul_all_reduce(x, w, group=group, program=program, strategy="signaled:dma")
                 torch.cuda.synchronize()
             if turn == 0:
                 continue  # kernels were compiled, tables uploaded
             events = recorder.timeline().events
-            computed = max(one.end_ns for one in events if one.name == "matmul")
+            matmul = next(one for one in events if one.name == "matmul")
             copies = [one for one in events if one.name.startswith("copy")]
-            early = sum(one.end_ns < computed for one in copies)
-            assert early > 0, f"{program.name}: none of {len(copies)} copies was over before the matmul's end"
+            early = sum(one.end_ns < matmul.end_ns for one in copies)
+            first = min((one.end_ns for one in copies), default=0) - matmul.start_ns
+            assert early > 0, (
+                f"{program.name}: none of {len(copies)} copies was over before the matmul's end: the first after "
+                f"{first / 1e6:.2f} ms, the matmul after {(matmul.end_ns - matmul.start_ns) / 1e6:.2f} ms"
+            )
 
 
 @check
@@ -290,5 +297,5 @@ def late_products_are_waited_for(group: ut.Group) -> None:
             assert wrong == (0, 0), f"{strategy}, turn {turn}: {wrong} elements of all_reduce and reduce_scatter"
 
 
-for _one in token_checks.CHECKS:
+for _one in (*token_checks.CHECKS, *staged_checks.CHECKS):
     check(_one)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import operator_checks
 import pytest
+import staged_checks
 import token_checks
 
 import undertow as ut
 
 TOKENS = [one.__name__ for one in token_checks.CHECKS]
+STAGED = [one.__name__ for one in staged_checks.CHECKS]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_check(ranks: int) -> None:
     """All in one launch: a cold start costs as much as many checks."""
-    names = [one for one in operator_checks.CHECKS if one not in TOKENS]
+    names = [one for one in operator_checks.CHECKS if one not in (*TOKENS, *STAGED)]
     report = ut.launch(operator_checks.run, ranks, device="cuda", args=(names,), deadline=60)
     print("\n".join(report[0]))
 
@@ -22,6 +24,14 @@ def test_every_check(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tokens(ranks: int) -> None:
     report = ut.launch(operator_checks.run, ranks, device="cuda", args=(TOKENS,), deadline=60)
+    print("\n".join(report[0]))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_staged_lane(ranks: int) -> None:
+    """With three ranks or more, pieces of several peers go in one copy."""
+    names = [*STAGED, "program_moves_before_the_matmul_ends", "captured_signaled_calls_replay"]
+    report = ut.launch(operator_checks.run, ranks, device="cuda", args=(names,), deadline=60)
     print("\n".join(report[0]))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import matmul_suite
 import torch
+from matmul_suite import Case
 
 import undertow as ut
 from undertow.errors import UndertowError
@@ -39,6 +41,15 @@ def no_tokens_then_one() -> None:
         out = torch.full((rows, 6), -7.0)
         ut.matmul_all_to_all(torch.ones(rows, 4), w, splits, group=group, out=out)
         assert bool((out == 4).all()), rows
+
+
+def own_rows_apart() -> None:
+    """Where a lane says that it stages, own rows are copied on a stream of their own: all of them, and by the end."""
+    group = ut.init()
+    group.fabric.lane("dma").staged_chunk = 1
+    for seed, shape in enumerate(((37, 16, 5), (64, 33, 7), (3, 8, 8))):
+        for strategy in ("serial:dma", "chunked:dma", "signaled:dma"):
+            matmul_suite.verify(group, Case("matmul_all_to_all", strategy, torch.float32, shape, seed))
 
 
 def long_pieces() -> None:

@@ -19,7 +19,8 @@ from undertow.plan.problem import Problem
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_modes_few_tokens_and_long_pieces(ranks: int) -> None:
-    for target in (review_targets.modes, review_targets.no_tokens_then_one, review_targets.long_pieces):
+    targets = (review_targets.modes, review_targets.no_tokens_then_one, review_targets.long_pieces)
+    for target in (*targets, review_targets.own_rows_apart):
         ut.launch(target, ranks, device="cpu", deadline=20)
 
 

@@ -107,9 +107,14 @@ class Carrier:
         return found
 
     def _place(self, kind: int, parcel: int, sender: int) -> int:
-        """The first element of a place. Private memory has places only for what is reduced."""
-        which = parcel % _PARITIES if self._private is not None else kind * _PARITIES + parcel % _PARITIES
-        return (which * self._size + sender) * self._room
+        """The first element of a place.
+
+        Private memory has places only for what is reduced, by how far behind this rank the senders are: a lane that
+        keeps its messages so brings them all in one copy.
+        """
+        if self._private is not None:
+            return (parcel % _PARITIES * self._size + (sender - self._rank) % self._size) * self._room
+        return ((kind * _PARITIES + parcel % _PARITIES) * self._size + sender) * self._room
 
 
 def _slot(kind: int, parcel: int) -> int:

@@ -170,6 +170,7 @@ class Lane(ABC):
     name: str
     emulated = False
     lands_anywhere = False  # whether the receiver's own copy puts bytes in their place, any memory of its own
+    staged_chunk = 0  # where bytes are staged through host memory by copy engines: the most of one copy to one peer
 
     @abstractmethod
     def describe(self) -> str:
@@ -354,11 +355,16 @@ class Fabric(ABC):
         """Signals that only streams set and wait for; on a GPU they cannot be added to. Collective."""
         return self.signals(count)
 
-    def handoffs(self, slots: int | None = None) -> Handoffs:
-        """Full/empty pairs between all ranks, all empty. Collective."""
+    def handoffs(self, slots: int | None = None, near: bool = False) -> Handoffs:
+        """Full/empty pairs between all ranks, all empty. Collective.
+
+        `near`: in memory of the device that waits, where all ranks can address it: nobody polls across PCIe then.
+        """
         slots = self.slots if slots is None else slots
         size = self.group.size
-        pairs = Handoffs(self.flags(Handoffs.words(size, slots)), self.group.rank, size, slots)
+        words = Handoffs.words(size, slots)
+        near = near and not self.lanes().get("peer", "there is none")
+        pairs = Handoffs(self.signals(words) if near else self.flags(words), self.group.rank, size, slots)
         pairs.reset()
         self.settle()
         self.group.barrier()

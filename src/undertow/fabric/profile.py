@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -71,11 +71,15 @@ class Pair(NamedTuple):
 
 
 def measure(
-    group: Group, *, quick: bool = False, progress: Progress = lambda what, fraction: None
+    group: Group,
+    *,
+    quick: bool = False,
+    progress: Progress = lambda what, fraction: None,
+    only: Sequence[str] | None = None,
 ) -> tuple[dict[str, Any], list[Pair]]:
     """The content of this node's machine file, and the pairs behind its slowdowns: of each lane the first. Collective.
 
-    Further pairs, with other messages and with fewer workers, are for models of interference.
+    Further pairs, with other messages and with fewer workers, are for models of interference. `only`: these lanes.
     """
     fabric = group.fabric
     effort = Effort.fitting(group.device.type, quick)
@@ -84,7 +88,8 @@ def measure(
     progress("matmul against its workers", 0.05)
     matmul = _matmul(group, effort)
     gemm_points = _gemm_curve(group, effort, matmul)
-    lanes = {name: fabric.lane(name) for name, missing in fabric.lanes().items() if not missing}
+    there = [name for name, missing in fabric.lanes().items() if not missing]
+    lanes = {name: fabric.lane(name) for name in there if only is None or name in only}
     curves = _lane_curves(group, effort, lanes, progress)
     pairs: list[Pair] = []
     slowdowns = {}
@@ -183,12 +188,15 @@ def _counts(most: int, step: int) -> list[int]:
 
 
 def _partitions(group: Group, matmul: Work) -> dict[int, Work]:
-    """The matmul on parts of the GPU; on all visible SMs only, where there are no partitions."""
-    visible = int(torch.cuda.get_device_properties(group.device).multi_processor_count)
+    """The matmul on parts of the GPU; on all that this rank has only, where there are no partitions.
+
+    Ranks that share a GPU see all of its SMs, but measure at once, and each has its part of them.
+    """
+    every = group.fabric.multiprocessors
     parts: dict[int, Work] = {}
     refusal = ""
     try:
-        for sms in _counts(visible, _GREEN_STEP)[:-1]:
+        for sms in _counts(every, _GREEN_STEP)[:-1]:
             parts[sms] = _inside(group, sms, matmul)
             parts[sms]()
     except StrategyUnavailable as error:
@@ -197,9 +205,9 @@ def _partitions(group: Group, matmul: Work) -> dict[int, Work]:
         reason for reason in group.exchange(refusal, "partitions") if reason
     ]  # all ranks measure the same variants
     if refusals:
-        logs.once("partitions", f"The matmul is measured on all visible SMs only: {refusals[0]}")
-        return {visible: matmul}
-    return {**parts, visible: matmul}
+        logs.once("partitions", f"The matmul is measured on all of a rank's SMs only: {refusals[0]}")
+        return {every: matmul}
+    return {**parts, every: matmul}
 
 
 def _inside(group: Group, multiprocessors: int, matmul: Work) -> Work:

@@ -18,6 +18,7 @@ from ..errors import InvalidArgument
 from ..fabric.environment import cpu_model
 from ..fabric.logs import get_logger
 from ..plan.machine import GemmCurve, LaneCurve, Machine, default_path
+from ..plan.staged import Engines
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
@@ -31,6 +32,9 @@ _LAUNCH = {"cpu": 2e-6, "cuda": 5e-6}
 _STREAM = {"cpu": 1e-4, "cuda": 1e-5}
 _SLOWDOWN = {"cpu": 1.2, "cuda": 1.05}  # a CPU's lanes copy with the cores that compute
 _ROUNDS = 3
+_PAUSE, _HOP = 1.7e-5, 1e-5  # of copy engines: about what an H200 has, as are the three below
+_SUM_SPEEDS = 1e11, 1e12
+_END, _CALL, _ENQUEUE = 1e-4, 4e-4, 1e-4
 
 
 def identity(group: Group) -> str:
@@ -86,16 +90,29 @@ def quick_look(group: Group) -> Machine:
     seconds = group.reduce_max([_matmul_seconds(extent, group.device)])[0]
     workers = "threads" if kind == "cpu" else "SMs"
     dtype = "float32" if kind == "cpu" else "bfloat16"
+    shares_device = bool(getattr(fabric, "shares_device", False))
+    lanes = {name: _lane(fabric, name) for name in available(group)}
     return Machine(
         name="a quick look",
         device=kind,
         ranks=group.size,
-        shares_device=bool(getattr(fabric, "shares_device", False)),
+        shares_device=shares_device,
         launch_seconds=_LAUNCH[kind],
         stream_seconds=_STREAM[kind],
         gemm=GemmCurve(workers, (extent, extent, extent), dtype, ((fabric.multiprocessors, seconds),)),
-        lanes={name: _lane(fabric, name) for name in available(group)},
+        lanes=lanes,
+        engines=_engines(fabric, lanes["dma"], shares_device) if "dma" in lanes and group.size > 1 else None,
     )
+
+
+def _engines(fabric: Fabric, curve: LaneCurve, shared: bool) -> Engines | None:
+    """Where dma is staged: the speed at which its largest message, chunk by chunk out and in, takes what it took."""
+    chunk = fabric.lane("dma").staged_chunk
+    if not chunk:
+        return None
+    nbytes, seconds = curve.points[-1]
+    speed = (nbytes + min(chunk, nbytes)) * (fabric.group.size if shared else 1) / seconds
+    return Engines(speed, speed, _PAUSE, _PAUSE, _HOP, chunk, *_SUM_SPEEDS, _END, _CALL, _ENQUEUE)
 
 
 def _matmul_seconds(extent: int, device: torch.device) -> float:

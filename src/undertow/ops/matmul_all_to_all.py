@@ -211,10 +211,17 @@ def run(
     def landing(parcel: int) -> list[torch.Tensor]:
         return [result[offset : offset + count] for offset, count in arriving[parcel]]
 
+    # Copy engines need no SM, but the copy of own rows does, and beside a matmul may wait for one: nobody waits for it.
+    apart = bool(lane.staged_chunk)
+
+    def keep(parcel: int) -> None:
+        offset, count = leaving[parcel][rank]
+        landing(parcel)[rank].copy_(buffer[offset : offset + count])
+
     def carry(parcel: int) -> None:
-        parts = [buffer[offset : offset + count] for offset, count in leaving[parcel]]
-        landing(parcel)[rank].copy_(parts[rank])
-        carrier.send(parcel, parts)
+        if not apart:
+            keep(parcel)
+        carrier.send(parcel, [buffer[offset : offset + count] for offset, count in leaving[parcel]])
 
     def collect(parcel: int) -> None:
         carrier.receive(parcel, landing(parcel))
@@ -224,7 +231,7 @@ def run(
     if compute:
         grid = reorder.sender_grid(splits[rank], n, plan) if plan.grain == "signaled" else None
         product = product_of(fabric, problem, plan, x, w, buffer, epilogue, tokens.leaving(rank), grid)
-    overlap(fabric, lane, plan, product, carry, (collect,), len(plan.parcels), beside)
+    overlap(fabric, lane, plan, product, carry, (keep, collect) if apart else (collect,), len(plan.parcels), beside)
     if packed:
         key = ("unpack", tokens, w.dim(), n, plan.digest, rank)
         table = placed(fabric, key, lambda: reorder.arriving_table(splits, n, plan, rank))

@@ -5,6 +5,7 @@
 | collectives | each operator's communication without its matmul, over each lane, by the bytes of a rank's product |
 | interference | the pairs that the fabric measured: matmul and lane, alone and side by side (`plan.interference`) |
 | work | signaled matmuls without communication, of several inner sizes (`plan.work`), and an unpacking copy |
+| engines | where lane dma is staged through host memory: `profile_engines` |
 
 Every rank comes along, and the slowest counts.
 """
@@ -25,7 +26,7 @@ from ..plan.predict import rate, workers_of
 from ..plan.problem import Problem
 from ..plan.search import frames
 from ..plan.tokens import Tokens
-from . import all_gather_matmul, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
+from . import all_gather_matmul, matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter, profile_engines
 from .finish import Finish
 from .operands import dtype_name
 from .produce import placed, product_of
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from ..fabric.group import Group
     from ..fabric.profile import Pair, Progress
     from ..plan.machine import Machine
-    from ..plan.plan import Plan
     from ..plan.tables import Points
 
 Call = Callable[[], object]
@@ -69,14 +69,22 @@ class Effort:
 def sharpen(
     machine: Machine, pairs: Sequence[Pair], group: Group, quick: bool, progress: Progress = lambda what, fraction: None
 ) -> Machine:
-    """The machine with the sections above. Collective; all ranks get the same."""
+    """The machine with the sections above, over the lanes that it tells of. Collective; all ranks get the same."""
     effort = Effort.fitting(group.device.type, quick)
-    collectives = _collectives(group, effort, lambda what, done: progress(what, 0.8 * done))
+    collectives = _collectives(group, effort, list(machine.lanes), lambda what, done: progress(what, 0.8 * done))
     progress("tiles", 0.8)
     found = dataclasses.replace(machine, collectives=collectives, interference=_interference(machine, pairs))
     overhead, efficiency = work.fit(_kernels(group, effort, found))
     costs = work.Work(overhead=overhead, efficiency=efficiency, copy_speed=_copy_speed(group, effort))
-    return dataclasses.replace(found, work=costs)
+    engines = None
+    if "dma" in machine.lanes:
+        progress("copy engines", 0.9)
+
+        def bare(operator: str, nbytes: int, parcels: int) -> Call:
+            return communication(group, operator, "dma", nbytes, effort.dtype, parcels)
+
+        engines = profile_engines.engines(group, bare, effort.rounds)
+    return dataclasses.replace(found, work=costs, engines=engines)
 
 
 def _interference(machine: Machine, pairs: Sequence[Pair]) -> interference.Interference:
@@ -98,8 +106,9 @@ def _interference(machine: Machine, pairs: Sequence[Pair]) -> interference.Inter
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-def _collectives(group: Group, effort: Effort, progress: Progress) -> dict[str, dict[str, Points]]:
-    lanes = [name for name, missing in group.fabric.lanes().items() if not missing]
+def _collectives(
+    group: Group, effort: Effort, lanes: Sequence[str], progress: Progress
+) -> dict[str, dict[str, Points]]:
     running = [(operator, lane) for operator in OPERATORS for lane in lanes]
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {one: [] for one in running}
     last_step = communication(
@@ -133,8 +142,10 @@ def _collectives(group: Group, effort: Effort, progress: Progress) -> dict[str, 
     return {operator: {lane: tuple(curves[operator, lane]) for lane in lanes} for operator in OPERATORS}
 
 
-def communication(group: Group, operator: str, lane: str, nbytes: int, dtype: torch.dtype) -> Call:
-    """The operator's communication over that lane without its matmul, as its serial plan does it.
+def communication(
+    group: Group, operator: str, lane: str, nbytes: int, dtype: torch.dtype, parcels: int | None = None
+) -> Call:
+    """The operator's communication over that lane without its matmul, as its serial plan does it, or in `parcels`.
 
     `nbytes`: of a rank's product, of all_gather_matmul of the gathered input, both of 1024 columns.
     """
@@ -147,7 +158,9 @@ def communication(group: Group, operator: str, lane: str, nbytes: int, dtype: to
         operator, rows, n, k, dtype=str(dtype).removeprefix("torch."), ranks=size, device=group.device.type,
         multiprocessors=fabric.multiprocessors,
     )  # fmt: skip
-    plan, opened = _serial(problem, lane), fabric.lane(lane)
+    plan, opened = default_plan(problem, "serial", lane), fabric.lane(lane)
+    if parcels is not None:
+        plan = dataclasses.replace(plan, parcels=split(rows, parcels))
     x = torch.zeros(shards[group.rank] if gathers else rows, _COLUMNS, dtype=dtype, device=group.device)
     if gathers:
         w, y = x.new_zeros(_COLUMNS, 0), x.new_zeros(rows, 0)
@@ -162,10 +175,6 @@ def communication(group: Group, operator: str, lane: str, nbytes: int, dtype: to
         return lambda: matmul_all_reduce.run(x, x, x, problem, plan, _NOTHING, fabric, opened, compute=False)
     y = x.new_zeros(shards[group.rank], _COLUMNS)
     return lambda: matmul_reduce_scatter.run(x, x, y, problem, plan, _NOTHING, fabric, opened, compute=False)
-
-
-def _serial(problem: Problem, lane: str) -> Plan:
-    return default_plan(problem, "serial", lane)
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------

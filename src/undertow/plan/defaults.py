@@ -30,7 +30,7 @@ _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one pr
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
 _RESERVED = {"net": 4, "peer": 4, "dma": 1}
 """SMs that a matmul leaves to what runs beside it: the lane's own kernels, and sums."""
-_BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find room on an SM
+BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find room on an SM
 _PROGRAM_CTAS = 8
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
 _SPARE = 1  # SM that a fused call leaves to kernels of others
@@ -182,7 +182,7 @@ def _share(problem: Problem, lane: str) -> Share:
     if problem.device == "cpu":
         return Share()
     reserved = min(_RESERVED[lane], problem.multiprocessors - 1)
-    return Share(multiprocessors=problem.multiprocessors - reserved, communication_ctas=_BESIDE_CTAS)
+    return Share(multiprocessors=problem.multiprocessors - reserved, communication_ctas=BESIDE_CTAS)
 
 
 def _tile(problem: Problem) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from .. import settings
 from ..errors import InvalidArgument
 from .interference import Effect, Interference, derived
 from .plan import DEVICES, LANES, OPERATORS
+from .staged import Engines
 from .tables import Points, Section, to_toml
 from .work import Work
 
@@ -84,9 +85,10 @@ class LaneCurve:
 class Machine:
     """A node of `ranks` ranks on `device`. `shares_device`: they share one GPU (a virtual node).
 
-    What is optional sharpens predictions: `interference` (else the lanes' slowdowns tell it), `work`, and
-    `collectives`, the seconds of whole collectives against the bytes of a rank's product, by operator and lane (else
-    the lane's curve tells them); for all_gather_matmul the bytes of the gathered input.
+    What is optional sharpens predictions: `interference` (else the lanes' slowdowns tell it), `work`, `engines`, where
+    lane dma is staged through host memory, and `collectives`, the seconds of whole collectives against the bytes of a
+    rank's product, by operator and lane (else the lane's curve tells them); for all_gather_matmul the bytes of the
+    gathered input.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Machine:
     interference: Interference | None = None
     work: Work = field(default_factory=Work)
     collectives: dict[str, dict[str, Points]] = field(default_factory=dict)
+    engines: Engines | None = None
 
     @property
     def slowdowns(self) -> Interference:
@@ -140,6 +143,7 @@ class Machine:
             interference=_interference(top.section("interference")) if top.has("interference") else None,
             work=_work(top.section("work")) if top.has("work") else Work(),
             collectives=_collectives(top.section("collectives")) if top.has("collectives") else {},
+            engines=_engines(top.section("engines")) if top.has("engines") else None,
         )
         top.finish()
         return machine
@@ -187,6 +191,8 @@ class Machine:
                 operator: {lane: [list(point) for point in points] for lane, points in lanes.items()}
                 for operator, lanes in self.collectives.items()
             }
+        if self.engines is not None:
+            found["engines"] = asdict(self.engines)
         return found
 
     @classmethod
@@ -272,6 +278,18 @@ def _work(section: Section) -> Work:
     work = Work(**positive, **{name: section.not_negative(name) for name in ("overhead", "skew") if section.has(name)})
     section.finish()
     return work
+
+
+def _engines(section: Section) -> Engines:
+    speeds = ("out_speed", "in_speed", "sum_speed", "sum_speed_alone")
+    delays = ("out_pause", "in_pause", "hop", "end", "call", "enqueue")
+    engines = Engines(
+        chunk=section.whole("chunk"),
+        **{name: section.positive(name) for name in speeds},
+        **{name: section.not_negative(name) for name in delays},
+    )
+    section.finish()
+    return engines
 
 
 def _collectives(section: Section) -> dict[str, dict[str, Points]]:

@@ -20,6 +20,9 @@ launches, and the skew between ranks. A packed result is unpacked at the end: by
 the mirror image: the lane is the producer, tiles wait for rows. serial is one parcel, into however many its collective
 is cut: lanes are measured with their own pipelining.
 
+**Staged.** Where the machine tells of its copy engines, `dma` goes through host memory, and parcels pass stages of
+which several are under way at once (`staged`); a parcel's collective alone would take longer than it adds.
+
 **Lookups.** embedding_all_to_all has bags of k rows instead of a matmul: every row is read and every sum written once,
 at twice the speed of a copy. What is fused moves while it is pooled, and takes as long as the longer of the two.
 
@@ -36,10 +39,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import pipeline
+from . import pipeline, staged
 from .machine import at
 from .pipeline import Step
 from .plan import EMBEDDING
@@ -73,9 +76,11 @@ def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     """The seconds of one call. The plan must fit the problem (`Plan.check`)."""
     if plan.grain == "fused" and problem.operator != EMBEDDING:
         return _fused(problem, plan, machine)
+    if is_staged(problem, machine, plan.lane):
+        return _staged(problem, plan, machine)
     parcels = plan.parcels if plan.grain != "serial" else ((0, plan.extent),)
     bounds = [0, *itertools.accumulate(stop - start for start, stop in parcels)]
-    computing = _matmul_times(problem, plan, machine, bounds)
+    computing = matmul_times(problem, plan, machine, bounds)
     moving = [_moving(problem, plan, machine, start, stop, max(1, bounds[-1])) for start, stop in parcels]
     if plan.grain == "fused":  # of embedding_all_to_all: rows are stored where they are wanted
         alone = sum(computing), sum(cost for cost, _ in moving)
@@ -88,8 +93,44 @@ def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     return Prediction(sum(computing), sum(cost for cost, _ in moving), unpack, end)
 
 
+def is_staged(problem: Problem, machine: Machine, lane: str) -> bool:
+    """Whether the operator's parcels go over copy engines that the machine tells of."""
+    return lane == "dma" and machine.engines is not None and problem.operator in staged.STAGES and problem.ranks > 1
+
+
+def _staged(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
+    assert machine.engines is not None
+    bounds = [0, *itertools.accumulate(stop - start for start, stop in plan.parcels)]
+    whole = max(1, bounds[-1])
+    serial = plan.grain == "serial"
+    computing = matmul_times(problem, plan, machine, [0, whole] if serial else bounds)
+    gemm = sum(computing)
+    engines, slow = beside_matmul(problem, plan, machine) if not serial else (machine.engines, 1.0)
+    ready = [gemm] * len(plan.parcels) if serial else [slow * one for one in itertools.accumulate(computing)]
+    pieces = [problem.result_bytes * (stop - start) / whole / problem.ranks for start, stop in plan.parcels]
+    where = problem.operator, problem.ranks, machine.shares_device, pieces
+    arrived = staged.last_arrival(engines, *where, ready, ready[-1] if ready else 0.0)
+    around = engines.call + engines.end
+    alone = around + staged.last_arrival(engines, *where, [0.0] * len(pieces))
+    packed = plan.grain == "signaled" and plan.layout == "packed"
+    unpack = unpack_seconds(problem, machine) if packed else 0.0
+    return Prediction(gemm, alone, unpack, around + max([arrived, *ready[-1:]]) + unpack)
+
+
+def beside_matmul(problem: Problem, plan: Plan, machine: Machine) -> tuple[staged.Engines, float]:
+    """The engines while the plan's matmul runs, and how many times longer the matmul takes while they do."""
+    assert machine.engines is not None
+    workers, model = workers_of(problem, plan), machine.slowdowns
+    lane = model.lane_slowdown(plan.lane, workers)
+    engines = replace(
+        machine.engines, out_speed=machine.engines.out_speed / lane, in_speed=machine.engines.in_speed / lane
+    )
+    speed = engines.in_speed / (problem.ranks if machine.shares_device else 1)
+    return engines, model.gemm_slowdown(plan.lane, speed, workers)
+
+
 def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
-    (gemm,) = _matmul_times(problem, plan, machine, [0, 1])
+    (gemm,) = matmul_times(problem, plan, machine, [0, 1])
     gathers = problem.operator == "all_gather_matmul"
     nbytes = problem.m * problem.k * problem.item_size if gathers else problem.result_bytes
     communication, speed = collective_seconds(problem, machine, plan.lane, nbytes)
@@ -179,12 +220,18 @@ def _reading(problem: Problem, machine: Machine, rows: int) -> float:
     return elements * problem.item_size / (2 * machine.work.copy_speed)
 
 
-def _matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int]) -> list[float]:
+def matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int]) -> list[float]:
     """What each parcel's part of the matmul takes, in the order of the parcels."""
     workers, extent = workers_of(problem, plan), max(1, bounds[-1])
     if plan.tile is None or problem.operator == EMBEDDING:
-        cuts = [problem.m * bound // extent for bound in bounds]
-        return [matmul_seconds(problem, machine, workers, stop - start) for start, stop in itertools.pairwise(cuts)]
+        apart = plan.grain == "chunked" and problem.operator in ("matmul_reduce_scatter", "matmul_all_to_all")
+        shards = problem.shards if apart else (problem.m,)  # rows of every rank in each parcel are a matmul each
+        times = [0.0] * (len(bounds) - 1)
+        for rows in shards:
+            cuts = [rows * bound // extent for bound in bounds]
+            for at, (start, stop) in enumerate(itertools.pairwise(cuts)):
+                times[at] += matmul_seconds(problem, machine, workers, stop - start)
+        return times
     tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)
     one = tile_seconds(problem, machine, plan.tile, workers)
     ends = [-(-tiles * bound // (extent * workers)) * one for bound in bounds]

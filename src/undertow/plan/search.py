@@ -9,10 +9,12 @@ those at all i < j by sending i..j as one parcel:
 `pipeline` proves that the end is monotone in both, so a beaten state is part of no better plan: the best state at the
 last cut is the best of all 2^(u-1) groupings. Where 1/p + 1/c < 1, overlap loses to serial, and serial is a candidate
 anyway. A cut keeps at most `_STATES` states, spread over their range, which matters only where slowdowns are strong.
+Over copy engines (`staged`) several parcels are under way at once, so that is no state: there `climb` looks for cuts.
 
 **Fused plans** have no parcels to group; a few stand beside the others.
 
-**Fixed ones**: equal parcels of 1 to 32 waves, growing, shrinking, two chunks, FlashOverlap's rule, serial.
+**Fixed ones**: equal parcels of 1 to 32 waves, growing, shrinking, two chunks, FlashOverlap's rule, serial; over copy
+engines serial and chunks are cut as the model thinks best, too.
 """
 
 from __future__ import annotations
@@ -25,14 +27,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import flash_overlap, fused, pipeline
-from .defaults import default_plan, fused_plan
+from . import climb, flash_overlap, fused, pipeline, staged
+from .defaults import BESIDE_CTAS, default_plan, fused_plan
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
 from .predict import (
+    LIBRARY_TILE,
     Prediction,
+    beside_matmul,
     collective_seconds,
+    is_staged,
     matmul_seconds,
+    matmul_times,
     predict,
     signal_seconds,
     tile_seconds,
@@ -49,6 +55,7 @@ Parcels = tuple[tuple[int, int], ...]
 MOST_CUTS = 200
 LONGEST_PARCEL = 32
 _STATES = 12
+_ROW_CUTS = 64  # at most: where rows may be cut
 _NOTHING = 5e-4
 _CHUNKS = (2, 4, 8)
 _GROUP_BANDS = 8
@@ -78,6 +85,11 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     found = {"serial": default_plan(problem, "serial", lane)}
     if problem.ranks == 1 or problem.m * problem.n == 0:
         return found
+    if is_staged(problem, machine, lane):
+        bands = min(_ROW_CUTS, -(-problem.m // LIBRARY_TILE[0]))
+        for name, grain, count in (("serial, planned", "serial", _ROW_CUTS), ("chunks, planned", "chunked", bands)):
+            cuts = sorted({problem.m * one // count for one in range(count + 1)})
+            found[name] = _climbed(problem, machine, Plan(grain, lane, ((0, problem.m),)), cuts)
     if problem.operator == EMBEDDING:
         return found | _slices(problem, lane)
     for parts in _CHUNKS:
@@ -144,6 +156,8 @@ def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
     if len(cuts) < 2:
         return ((0, int(cuts[-1])),)
     assert plan.tile is not None  # wave_cuts would have refused
+    if is_staged(problem, machine, plan.lane):
+        return _climbed(problem, machine, plan, [int(cut) for cut in cuts]).parcels
     workers, tiles = workers_of(problem, plan), int(cuts[-1])
     one = tile_seconds(problem, machine, plan.tile, workers)
     ready = np.asarray(machine.launch_seconds + -(-cuts // workers) * one, dtype=np.float64)
@@ -163,6 +177,29 @@ def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
     )
     ends = fewer_cuts(grouping, best_cuts(grouping))
     return tuple(itertools.pairwise([0, *(int(cuts[end]) for end in ends)]))
+
+
+def _climbed(problem: Problem, machine: Machine, plan: Plan, cuts: Sequence[int]) -> Plan:
+    """The plan with parcels that end at some of `cuts`.
+
+    Over copy engines several parcels are under way at once, and no state at a cut says what is best to have.
+    """
+    assert machine.engines is not None
+    engines, slow = machine.engines, 0.0  # what is serial is ready at once
+    if plan.grain != "serial":
+        engines, slow = beside_matmul(problem, plan, machine)
+    piece = problem.result_bytes / cuts[-1] / problem.ranks
+
+    def end(chosen: climb.Cuts) -> float:
+        ends = [0, *(cuts[one] for one in chosen)]
+        ready = [slow * one for one in itertools.accumulate(matmul_times(problem, plan, machine, ends))]
+        pieces = [piece * (stop - start) for start, stop in itertools.pairwise(ends)]
+        shared = machine.shares_device
+        return max(
+            ready[-1], staged.last_arrival(engines, problem.operator, problem.ranks, shared, pieces, ready, ready[-1])
+        )
+
+    return _cut(plan, [cuts[one] for one in climb.best(len(cuts) - 1, end)])
 
 
 class Grouping(NamedTuple):
@@ -304,7 +341,8 @@ def _shares(problem: Problem, lane: str) -> list[Share]:
     every = problem.multiprocessors
     sums = problem.operator in ("matmul_all_reduce", "matmul_reduce_scatter")
     aside = sorted({min(max(1, every // part), every - 1) for part in (32, 16, 8)} - {0})
-    found = [Share(multiprocessors=every - count, communication_ctas=count) for count in aside]
+    ctas = {count: BESIDE_CTAS if lane == "dma" else count for count in aside}  # beside copy engines only sums run
+    found = [Share(multiprocessors=every - count, communication_ctas=ctas[count]) for count in aside]
     if lane == "dma" and not sums:
         found.insert(0, Share())
     return found or [Share()]

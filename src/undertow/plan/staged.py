@@ -1,0 +1,240 @@
+"""Parcels over a lane that is staged through host memory: who waits for which engine. Equations only: nothing runs.
+
+A parcel passes these stages, in order; a stage takes the parcels one after the other:
+
+    stage     all_to_all   reduce_scatter   all_reduce   works on       each rank, of pieces of p bytes
+    out           x              x               x       engine out     R - 1 pieces leave
+    in            x              x               x       engine in      R - 1 pieces arrive
+    sum                          x               x       SMs            reads R pieces, writes one
+    share                                        x       engine out     one piece leaves, once for all
+    gather                                       x       engine in      R - 1 pieces arrive
+
+A copy costs its engine a `pause` and its bytes at the engine's `speed`; what is longer than `chunk` is copied in parts.
+Pieces of peers that lie evenly apart go in one copy, so a rank needs one for what it sums (it chooses the places) and,
+as its own place is a gap among the others', two elsewhere unless it is the first or the last.
+
+Ranks of one GPU share its engines, which take their copies one after the other: a stage of a parcel is S jobs, S = R
+there and 1 elsewhere. All ranks are ready at once. With F and L the moments when the first and the last job of stage s
+of parcel i are done, d the seconds of a job, and f the moment when the stage's engine is free:
+
+    out       may start at   ready_i, and when `in` of parcel i - 2 is over (two places for each pair of ranks)
+    in        its first job  L(out, i) - d(out): it misses only its own rank's bytes; its last job L(out, i)
+              both after     the sum of parcel i - 1, which reads what these bytes overwrite
+    sum       F(in, i), L(in, i): no queue, every rank has SMs of its own
+    share     F(sum, i), L(sum, i), and when `gather` of parcel i - 2 is over
+    gather    as `in`, of share
+
+    start = max(f, first + hop)      L = max(start + S d, last + hop + d)      F = start + d      f = L
+
+Of the stages that want an engine, the one that can start first has it. Besides, nothing of parcel i starts before the
+host has enqueued it: `enqueue` seconds for each copy's stage. A call begins `call` seconds before all this, for the
+host, and is over `end` seconds after it. Where the host runs ahead, `call` and `enqueue` cost nothing (`ahead`).
+
+`fit` finds the engines' constants from measured runs of bare communication, each a `Sample`: speeds, pauses and `hop`
+with which the equations are right, in proportion, as nearly as can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import InvalidArgument
+
+STAGES = {
+    "matmul_all_to_all": ("out", "in"),
+    "matmul_reduce_scatter": ("out", "in", "sum"),
+    "matmul_all_reduce": ("out", "in", "sum", "share", "gather"),
+}
+"""By operator; others are not described here."""
+_ENGINE = {"out": 0, "share": 0, "in": 1, "gather": 1}
+_WAIT_FOR = {
+    "out": ("out", "in"),
+    "in": ("in", "sum", "out"),
+    "sum": ("sum", "share", "in"),
+    "share": ("share", "gather"),
+    "gather": ("gather", "share"),
+}
+"""Which stages may go on when a parcel is through one."""
+_FITTED = ("out_speed", "in_speed", "out_pause", "in_pause", "hop", "end")
+_SWEEPS = 60
+_SMALLEST_STEP = 0.004
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Bytes per second and seconds; see the module's equations. `sum_speed`: bytes read and written beside a matmul on
+    all other SMs, `sum_speed_alone` without one.
+    """
+
+    out_speed: float
+    in_speed: float
+    out_pause: float
+    in_pause: float
+    hop: float
+    chunk: int
+    sum_speed: float
+    sum_speed_alone: float
+    end: float = 0.0
+    call: float = 0.0
+    enqueue: float = 0.0
+
+    @property
+    def ahead(self) -> Engines:
+        """The same for a host that has enqueued everything before the GPU gets there."""
+        return replace(self, call=0.0, enqueue=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Bare communication of an operator: bytes of a rank's product, cut into equal parcels, and measured seconds."""
+
+    operator: str
+    nbytes: int
+    parcels: int
+    seconds: float
+
+
+def copy_stages(operator: str) -> int:
+    """How many stages of its parcels are copies."""
+    return sum(stage in _ENGINE for stage in STAGES[operator])
+
+
+def last_arrival(
+    engines: Engines,
+    operator: str,
+    ranks: int,
+    shared: bool,
+    pieces: Sequence[float],
+    ready: Sequence[float],
+    computing_until: float = 0.0,
+) -> float:
+    """When the last parcel is through its last stage. `pieces[i]`: bytes that parcel i holds for each rank.
+
+    `shared`: all ranks use one GPU's engines. Up to `computing_until` a matmul holds all SMs but those left to sums.
+    """
+    count, stages = len(pieces), STAGES[operator]
+    if count == 0 or ranks == 1:
+        return 0.0
+    jobs = ranks if shared else 1
+    seconds = {stage: [_job(engines, stage, stages, ranks, shared, piece) for piece in pieces] for stage in stages}
+    hops = copy_stages(operator) * engines.enqueue
+    first: dict[str, list[float]] = {stage: [] for stage in stages}  # F of the parcels that are through
+    last: dict[str, list[float]] = {stage: [] for stage in stages}
+    free = [0.0, 0.0]
+    hop = engines.hop
+
+    def may_start(stage: str, at: int) -> tuple[float, float] | None:
+        """When the stage's first and last job of parcel `at` can start; None: what they wait for is not known yet."""
+        enqueued = hops * (at + 1)
+        if stage == "out":
+            moment = max(ready[at], hops * at)
+            if at >= 2:
+                if len(last["in"]) <= at - 2:
+                    return None
+                moment = max(moment, last["in"][at - 2])
+            return moment + hop, moment + hop
+        if stage in ("in", "gather"):
+            before = "out" if stage == "in" else "share"
+            if len(last[before]) <= at:
+                return None
+            end = last[before][at]
+            early, late = max(enqueued, end - (seconds[before][at] if shared else 0.0)), max(enqueued, end)
+            if stage == "in" and "sum" in last and at:
+                if len(last["sum"]) < at:
+                    return None
+                early, late = max(early, first["sum"][at - 1]), max(late, last["sum"][at - 1])
+            return early + hop, late + hop
+        before = "in" if stage == "sum" else "sum"
+        if len(last[before]) <= at:
+            return None
+        early, late = first[before][at], last[before][at]
+        if stage == "sum":
+            return early, late
+        if at >= 2:
+            if len(last["gather"]) <= at - 2:
+                return None
+            early, late = max(early, last["gather"][at - 2]), max(late, last["gather"][at - 2])
+        return max(early, enqueued) + hop, max(late, enqueued) + hop
+
+    waiting = {stage: may_start(stage, 0) for stage in stages}
+    for _ in range(count * len(stages)):
+        chosen: tuple[float, float, float, str] | None = None
+        for stage, found in waiting.items():
+            if found is not None:
+                begin = max(found[0], free[_ENGINE[stage]]) if stage in _ENGINE else found[0]
+                if chosen is None or (begin, found[0]) < chosen[:2]:
+                    chosen = begin, found[0], found[1], stage
+        assert chosen is not None  # the earliest parcel that is not through can always go on
+        begin, _, late, stage = chosen
+        at = len(last[stage])
+        if stage == "sum":
+            nbytes = (ranks + 1) * pieces[at]
+            first[stage].append(begin + _summing(engines, nbytes, begin, computing_until))
+            last[stage].append(late + _summing(engines, nbytes, late, computing_until))
+        else:
+            job = seconds[stage][at]
+            first[stage].append(begin + job)
+            last[stage].append(max(begin + jobs * job, late + job))
+            free[_ENGINE[stage]] = last[stage][-1]
+        for other in _WAIT_FOR[stage]:
+            if other in waiting:
+                waiting[other] = may_start(other, len(last[other])) if len(last[other]) < count else None
+    return last[stages[-1]][-1]
+
+
+def _job(engines: Engines, stage: str, stages: Sequence[str], ranks: int, shared: bool, piece: float) -> float:
+    """Seconds of one rank's copies of one stage of a parcel. Summing is no copy."""
+    if stage == "sum":
+        return 0.0
+    together = stage == "share" or (stage == "in" and "sum" in stages)
+    apart = (2 * ranks - 2) / ranks if shared else min(2, ranks - 1)  # on average, and of a rank that has most
+    copies = -(-piece // engines.chunk) * (1.0 if together else apart)
+    moved = piece if stage == "share" else (ranks - 1) * piece
+    if _ENGINE[stage] == 0:
+        return float(copies * engines.out_pause + moved / engines.out_speed)
+    return float(copies * engines.in_pause + moved / engines.in_speed)
+
+
+def _summing(engines: Engines, nbytes: float, begin: float, computing_until: float) -> float:
+    """Seconds of a sum that starts then; it is faster once the matmul has left the SMs."""
+    beside = min(nbytes / engines.sum_speed, max(0.0, computing_until - begin))
+    return beside + (nbytes - beside * engines.sum_speed) / engines.sum_speed_alone
+
+
+def fit(samples: Iterable[Sample], guess: Engines, ranks: int, shared: bool) -> Engines:
+    """`guess` with speeds, pauses, `hop` and `end` that suit the samples: a search by coordinates, step by step finer.
+
+    Samples are measured with hosts that run ahead.
+    """
+    measured = list(samples)
+    if len(measured) <= len(_FITTED):
+        raise InvalidArgument(argument="samples", was=f"{len(measured)} runs", must=f"more than {len(_FITTED)}")
+
+    def seconds(engines: Engines, one: Sample) -> float:
+        pieces = [one.nbytes / one.parcels / ranks] * one.parcels
+        return engines.end + last_arrival(engines, one.operator, ranks, shared, pieces, [0.0] * one.parcels)
+
+    def loss(engines: Engines) -> float:
+        return sum(math.log(seconds(engines, one) / one.seconds) ** 2 for one in measured)
+
+    return replace(_searched(guess.ahead, _FITTED, loss), call=guess.call, enqueue=guess.enqueue)
+
+
+def _searched(guess: Engines, names: Sequence[str], loss: Callable[[Engines], float]) -> Engines:
+    best, least = guess, loss(guess)
+    steps = dict.fromkeys(names, 0.25)
+    for _ in range(_SWEEPS):
+        for name in names:
+            for factor in (1 + steps[name], 1 / (1 + steps[name])):
+                other = replace(best, **{name: getattr(best, name) * factor})
+                found = loss(other)
+                if found < least * (1 - 1e-6):
+                    best, least = other, found
+                    break
+            else:
+                steps[name] /= 2
+        if max(steps.values()) < _SMALLEST_STEP:
+            break
+    return best
