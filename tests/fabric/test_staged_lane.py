@@ -72,7 +72,7 @@ class Node:
             guard = types.SimpleNamespace(perform=module.batch)
             group = types.SimpleNamespace(size=ranks, rank=rank)
             fabric = types.SimpleNamespace(
-                group=group, device=rank, guard=guard, handoffs=lambda slots, near, pairs=pairs: pairs, rank=rank
+                group=group, device=rank, guard=guard, handoffs=lambda slots, pairs=pairs: pairs, rank=rank
             )
             self.lanes.append(lanes.StagedLane(fabric))
             self.current[rank] = world.new_stream()

@@ -355,16 +355,11 @@ class Fabric(ABC):
         """Signals that only streams set and wait for; on a GPU they cannot be added to. Collective."""
         return self.signals(count)
 
-    def handoffs(self, slots: int | None = None, near: bool = False) -> Handoffs:
-        """Full/empty pairs between all ranks, all empty. Collective.
-
-        `near`: in memory of the device that waits, where all ranks can address it: nobody polls across PCIe then.
-        """
+    def handoffs(self, slots: int | None = None) -> Handoffs:
+        """Full/empty pairs between all ranks, all empty. Collective."""
         slots = self.slots if slots is None else slots
         size = self.group.size
-        words = Handoffs.words(size, slots)
-        near = near and not self.lanes().get("peer", "there is none")
-        pairs = Handoffs(self.signals(words) if near else self.flags(words), self.group.rank, size, slots)
+        pairs = Handoffs(self.flags(Handoffs.words(size, slots)), self.group.rank, size, slots)
         pairs.reset()
         self.settle()
         self.group.barrier()
