@@ -7,12 +7,18 @@ data and flag in one 64-bit word, no signal to wait for), and then takes the pac
     for block of columns, part of K:     packets[turn, r * SPLIT + part, :, block] of every rank = x @ w
     for block of columns:                out[:, block] = sum over r, part of packets[turn, r * SPLIT + part, :, block]
 
+Loads of weights run ahead over the ends of blocks, so that several blocks of a CTA are one stream of them.
+
 Sums are taken in fp32 in the order of ranks, and of parts; the partial products are rounded to the type of x, as a
 matmul followed by an all_reduce does. A packet holds two columns next to each other.
 
 Packets are used in turn by two calls, and carry the number of the call. A rank that sends for call n + 2 has had
 packets of call n + 1 from every rank, which were sent after that rank's whole call n. All accesses to packets are
 relaxed, at system scope: a packet publishes nothing but itself.
+
+AHEAD (sm_90 and later, launched to match): the call begins while the launch in front of it ends (`ahead.py`), and the
+next one when every CTA has all its packets or (`early`) those of its first block: they come from CTAs of the same
+numbers on all ranks.
 """
 
 # Triton grows tuples whose types mypy would fix at their first length.
@@ -22,6 +28,7 @@ relaxed, at system scope: a packet publishes nothing but itself.
 import triton
 import triton.language as tl
 
+from .ahead import ask_for_weights, begin_early, let_next_begin
 from .combine import activated
 from .gemm import plain_multiply
 from .packets import send, settle
@@ -45,54 +52,67 @@ def _value(word, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 _FREE = [
-    *("bias", "bases", "packets", "epochs", "active", "rank", "rows", "half", "abort", "error", "deadline_ns"),
-    *("a_row", "b_row"),
+    *("weights", "bias", "bases", "packets", "epochs", "active", "early", "rank", "rows", "half", "abort", "error"),
+    *("deadline_ns", "a_row", "b_row"),
 ]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def fused_decode_kernel(
-    x, w, out, bias, bases, packets, epochs, rows: tl.int32, n: tl.int32, inner: tl.int32, active: tl.int32,
-    a_row: tl.int64, b_row: tl.int64, half: tl.int64, rank: tl.int32, abort, error, deadline_ns: tl.int64,
+    x, w, weights, out, bias, bases, packets, epochs, rows: tl.int32, n: tl.int32, inner: tl.int32, active: tl.int32,
+    early: tl.int32, a_row: tl.int64, b_row: tl.int64, half: tl.int64, rank: tl.int32, abort, error,
+    deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr,
-    RANKS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    RANKS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """`x` [rows, K] and `w` ([K, N] or, TRANSPOSED, [N, K]) are tensor descriptors, or (GPUs without TMA) pointers,
-    whose rows lie `a_row` and `b_row` apart; `out` [rows, N] is contiguous.
+    whose rows lie `a_row` and `b_row` apart; `weights` points to w in either case; `out` [rows, N] is contiguous.
 
     `bases`: addresses of all ranks' packets, `packets` those here: [2, ranks * SPLIT, rows, N / 2] 64-bit words of
     which the second turn begins at `half`. N is even. The first `active` CTAs work; every CTA of the grid, which never
     changes, counts calls in its word of `epochs`. LANES (the CTA's threads) take AT_ONCE rows of packets at once: all
-    of those are polled together, so at most 32 of all sources.
+    of those are polled together, so at most 32 of all sources. AHEAD: elements of K that are asked for early, 0: the
+    call begins when the launch in front has ended. `early`: the next one may begin before this one waits for nobody,
+    for which all ranks must have the same number of active CTAs.
     """
     ELEMENT: tl.constexpr = out.dtype.element_ty
     SOURCES: tl.constexpr = RANKS * SPLIT
     program = tl.program_id(0)
+    blocks = tl.cdiv(n, BLOCK_N)
+    steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
+    last = tl.where(program < active, blocks, 0)
+    if AHEAD > 0:
+        if program < last * SPLIT:
+            block, part = program // SPLIT, program % SPLIT
+            ask_for_weights(weights, b_row, n, inner, block * BLOCK_N, part * steps * BLOCK_K, AHEAD, BLOCK_N,
+                            TRANSPOSED, LANES)  # fmt: skip
+        begin_early()
     epoch = tl.load(epochs + program, volatile=True) + 1
     turn = (epoch & 1).to(tl.int64) * half
-    blocks = tl.cdiv(n, BLOCK_N)
     plane = (rows * (n // 2)).to(tl.int64)
-    steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
     down = tl.arange(0, BLOCK_M)[:, None]
-    last = tl.where(program < active, blocks, 0)
-    for piece in range(program, last * SPLIT, active):
-        block, part = piece // SPLIT, piece % SPLIT
-        column = block * BLOCK_N
+    stored = program - active
+    FLAT: tl.constexpr = has_bulk_copies()  # loads of a block run into the epilogue of the one before
+    for piece in tl.range(program, last * SPLIT, tl.maximum(active, 1), flatten=FLAT):  # it divides by its step
         if has_bulk_copies():
+            column, first = piece // SPLIT * BLOCK_N, piece % SPLIT * steps
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for step in range(part * steps, (part + 1) * steps):
-                factor = x.load([0, step * BLOCK_K])
+            for step in range(steps):
+                factor = x.load([0, (first + step) * BLOCK_K])
                 if TRANSPOSED:
-                    weight = w.load([column, step * BLOCK_K]).T
+                    weight = w.load([column, (first + step) * BLOCK_K]).T
                 else:
-                    weight = w.load([step * BLOCK_K, column])
+                    weight = w.load([(first + step) * BLOCK_K, column])
                 total = tl.dot(factor, weight, total)
         else:
-            begin, first = part * steps * BLOCK_K, rows * 0
-            weights = w + (begin if TRANSPOSED else begin * b_row // 8 * 8)
-            total = plain_multiply(x + begin, weights, a_row, b_row, b_row, first, rows, first + column, n,
-                                   tl.minimum(inner - begin, steps * BLOCK_K), 0, BLOCK_M, BLOCK_N, BLOCK_K,
-                                   TRANSPOSED, False)  # fmt: skip
+            begin, first = piece % SPLIT * steps * BLOCK_K, rows * 0
+            from_here = w + (begin if TRANSPOSED else begin * b_row // 8 * 8)
+            total = plain_multiply(x + begin, from_here, a_row, b_row, b_row, first, rows,
+                                   first + piece // SPLIT * BLOCK_N, n, tl.minimum(inner - begin, steps * BLOCK_K), 0,
+                                   BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, False)  # fmt: skip
+        stored += active  # the piece again: what the loads that run ahead need must not wait for this
+        column, part = stored // SPLIT * BLOCK_N, stored % SPLIT
         words = _pairs(total, ELEMENT)
         across = column // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
         wanted = (down < rows) & (across < n // 2)
@@ -104,7 +124,7 @@ def fused_decode_kernel(
     watch = (abort, error, deadline_ns)
     WIDTH: tl.constexpr = BLOCK_N // 2
     TALL: tl.constexpr = LANES // WIDTH if LANES > WIDTH else 1
-    for piece in range(program, last * SPLIT, active):  # the same pieces, each now a part of the block's rows
+    for piece in range(program, last * SPLIT, tl.maximum(active, 1)):  # the same, each now a part of the block's rows
         block, part = piece // SPLIT, piece % SPLIT
         across = block * WIDTH + tl.arange(0, WIDTH)[None, :]
         for top in range(part * TALL * AT_ONCE, rows, SPLIT * TALL * AT_ONCE):
@@ -130,4 +150,8 @@ def fused_decode_kernel(
                 result = tl.reshape(both, (TALL, 2 * WIDTH))
                 columns = block * BLOCK_N + tl.arange(0, 2 * WIDTH)[None, :]
                 tl.store(out + along * n + columns, result, mask=(along < rows) & (columns < n))
+        if AHEAD > 0:
+            if ((piece == program) & (early != 0)) | (piece + active >= last * SPLIT):
+                tl.debug_barrier()  # one thread speaks for the CTA: all have what they waited for
+                let_next_begin()
     tl.store(epochs + program, epoch)

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import pipeline
+from . import fused, pipeline
 from .machine import at
 from .pipeline import Step
 from .plan import EMBEDDING
@@ -93,7 +93,7 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     gathers = problem.operator == "all_gather_matmul"
     nbytes = problem.m * problem.k * problem.item_size if gathers else problem.result_bytes
     communication, speed = collective_seconds(problem, machine, plan.lane, nbytes)
-    if machine.device == "cpu" or plan.split:
+    if machine.device == "cpu" or fused.form(problem, plan) in fused.OF_FEW_ROWS:
         return Prediction(gemm, communication, 0.0, gemm + communication)
     after = fused_rest_seconds(problem, machine)
     slow = machine.slowdowns.gemm_slowdown(
