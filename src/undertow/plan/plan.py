@@ -33,8 +33,6 @@ ORDERS = (*OPERATORS.values(), SLICES)
 OWNERS = ("rows", "columns")
 _FUSED_FIELDS = {"piece": 1024, "split": 0, "owners": "rows", "ahead": 0}
 """What only fused plans have, and what it is elsewhere."""
-_LATER_FIELDS = ("owners", "ahead")
-"""Those of them that fused plans on disk may lack: they mean the same without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +111,8 @@ class Plan:
         """Read back what `to_json` wrote; anything else is refused with one sentence."""
         try:
             found = json.loads(text)
-            if isinstance(found, dict):
-                fused = found.get("grain") == "fused"
-                found = {name: _FUSED_FIELDS[name] for name in (_LATER_FIELDS if fused else _FUSED_FIELDS)} | found
+            if isinstance(found, dict) and found.get("grain") != "fused":
+                found = _FUSED_FIELDS | found
             fields = _exactly(Plan, found)
             share = Share(**_exactly(Share, fields.pop("share")))
             parcels = tuple(_pair(pair) for pair in fields.pop("parcels"))
