@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 
+import few_row_checks
 import matmul_suite
 import token_checks
 import torch
@@ -261,5 +262,5 @@ def late_products_are_waited_for(group: ut.Group) -> None:
             assert wrong == (0, 0), f"{strategy}, turn {turn}: {wrong} elements of all_reduce and reduce_scatter"
 
 
-for _one in token_checks.CHECKS:
+for _one in (*few_row_checks.CHECKS, *token_checks.CHECKS):
     check(_one)
