@@ -15,7 +15,6 @@ import torch
 from matmul_suite import Case
 
 import undertow as ut
-from undertow.ops import fused_cuda
 from undertow.ops.finish import Finish
 from undertow.ops.matmul_all_reduce import reference
 from undertow.plan.defaults import fused_plan
@@ -67,6 +66,8 @@ class Bare:
         self.into(self.x, self.w, self.y)
 
     def into(self, x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
+        from undertow.ops import fused_cuda  # needs a driver
+
         fused_cuda.prepare(x, w, y, self.problem, self.plan, NO_FINISH, self.group.fabric)()
 
 
