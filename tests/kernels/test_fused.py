@@ -105,7 +105,7 @@ def test_few_rows_are_sent_as_packets(rows: int, at_once: int, ranks: int) -> No
 def test_the_next_call_of_few_rows_finds_room_beside_this_one(tile: tuple[int, int], owners: str, ranks: int) -> None:
     """What fills more than half an SM would not be launched before this one ends, and could not ask for its weights."""
     kernel = few(tile, owners, ranks, ahead=1024 if tile[1] == 64 else 512)
-    assert kernel.spills <= 40  # bytes, of a few addresses that are used once
+    assert kernel.spills <= 64  # bytes, of a few addresses that are used once
     assert kernel.registers * THREADS * 2 <= REGISTERS
     assert 80 << 10 <= kernel.shared <= fused.HALF_SHARED
     assert not kernel.serialised
@@ -135,7 +135,7 @@ def test_before_the_launch_in_front_has_ended_weights_are_only_asked_for(owners:
     told = re.findall(r"griddepcontrol\.launch_dependents", after)
     assert len(told) >= 1
     asks = re.findall(r"@wanted cp\.async\.bulk\.prefetch", before)
-    assert len(asks) == (1 if transposed else 2)  # 512 elements along K: rows of 256 threads
+    assert len(asks) == 2 * (1 if transposed else 2)  # of two blocks, 512 elements along K: rows of 256 threads
 
 
 def test_parts_and_sums_are_told_of_when_they_are_there() -> None:

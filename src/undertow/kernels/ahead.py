@@ -33,24 +33,24 @@ def ask(pointers, nbytes):
 
 @triton.jit
 def ask_for_weights(
-    weights, b_row, n, inner, column, begin, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
+    weights, b_row, n, column, begin, end, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
-    """The first AHEAD elements along K, from `begin` on, of BLOCK_N columns of weights, of 16 bits each.
+    """Elements [begin, end) along K, AHEAD of them at most, of BLOCK_N columns of weights, of 16 bits each.
 
     `weights` [K, N] or, TRANSPOSED, [N, K]: rows of whole 16 bytes, `b_row` elements apart. What lies behind the last
-    row or column is not asked for. LANES: the threads of the CTA.
+    column is not asked for, nor the end of a row that is no whole 16 bytes. LANES: the threads of the CTA.
     """
     lanes = tl.arange(0, LANES)
     if TRANSPOSED:
         EACH: tl.constexpr = AHEAD // (LANES // BLOCK_N)
         row, first = column + lanes % BLOCK_N, begin + lanes // BLOCK_N * EACH
-        left = tl.where(row < n, tl.minimum(inner - first, EACH), 0)
+        left = tl.where(row < n, tl.minimum(end - first, EACH), 0)
         ask(weights + (row.to(tl.int64) * b_row + first), left // 8 * 16)
     else:
         for some in tl.static_range(0, AHEAD, LANES):
             row = begin + some + lanes
-            left = tl.where(row < inner, tl.minimum(n - column, BLOCK_N), 0)
+            left = tl.where(row < end, tl.minimum(n - column, BLOCK_N), 0)
             ask(weights + (row.to(tl.int64) * b_row + column), left // 8 * 16)
 
 

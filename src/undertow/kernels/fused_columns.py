@@ -46,14 +46,14 @@ from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, tell
 
 _AT_ONCE = tl.constexpr(4)  # ranks whose parts a thread asks for at once
-_WHOLE = tl.constexpr(8192)  # elements of a tile that is stored, or summed, as one
+_WHOLE = tl.constexpr(8192)  # elements of a tile that is stored, or summed, as one by four ranks
 
 
 @triton.jit
-def _parted(tile):
+def _parted(tile, RANKS: tl.constexpr):
     """A tile in parts whose addresses fit the registers: one, or two halves of its columns."""
     parts = (tile,)
-    if tile.shape[0] * tile.shape[1] > _WHOLE:
+    if tile.shape[0] * tile.shape[1] * (RANKS if RANKS > 4 else 4) > 4 * _WHOLE:
         parts = halves(tile)
     return parts
 
@@ -152,9 +152,12 @@ def fused_columns_kernel(
     last = tl.where(program < active, RANKS * groups, 0)
     every = tl.maximum(active, 1)  # loops divide by their step
     if AHEAD > 0:
-        if program < last:
-            column = (program % groups * RANKS + (rank + 1 + program // groups) % RANKS) * BLOCK_N
-            ask_for_weights(weights, b_row, n, inner, column, 0, AHEAD, BLOCK_N, TRANSPOSED, LANES)
+        for one in tl.static_range(2):  # of the first block, and if it has no more, of the second
+            position, left = program + one * every, AHEAD - one * inner
+            if (position < last) & (left > 0):
+                column = (position % groups * RANKS + (rank + 1 + position // groups) % RANKS) * BLOCK_N
+                ask_for_weights(weights, b_row, n, column, 0, tl.minimum(inner, left), AHEAD, BLOCK_N, TRANSPOSED,
+                                LANES)  # fmt: skip
         begin_early()
     epoch = tl.load(epochs + program, volatile=True) + 1
     turn = (epoch & 1).to(tl.int64) * half
@@ -175,7 +178,7 @@ def fused_columns_kernel(
         failed = signal_wait_all(
             words + group * LINE, epoch, tl.where(mine, RANKS, 0), rank, abort, error, deadline_ns
         )  # fmt: skip
-        pieces = _parted(total)
+        pieces = _parted(total, RANKS)
         WIDTH: tl.constexpr = BLOCK_N // len(pieces)
         if mine:
             for one in tl.static_range(len(pieces)):

@@ -38,9 +38,11 @@ def at_once(
     stage = stage_of(fabric, ("decode",), fused.stage_elements(problem, plan), 1, torch.int64)
     both = factors(x, w, fabric.bulk_copies, fused.decode_step(plan, fabric.bulk_copies))
     bias, ends = finishing(finish, y)
-    rows_at_once, together = max(1, _THREADS // (block_n // 2)), 1
     most = _FEW_PACKETS if plan.ahead else fused.MOST_PACKETS
-    while together * 2 * sources <= most and together * rows_at_once < m:
+    pieces = -(-n // block_n) * plan.split
+    words = -(-pieces // (plan.share.multiprocessors or pieces)) * -(-m // plan.split) * (block_n // 2)  # of a CTA
+    together = 1
+    while together * 2 * sources <= most and together * _THREADS < words:
         together *= 2
     constants = _constants(both, plan, fabric) | ends
 
