@@ -125,7 +125,14 @@ def asked(pointers: Any, nbytes: Any) -> None:
     ASKED.extend((int(one), int(size)) for one, size in zip(pointers.handle.data, nbytes.handle.data, strict=True))
 
 
+@triton.jit
+def said(word_bases, offset, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
+    for one in range(RANKS):
+        tl.store(tl.load(word_bases + one).to(tl.pointer_type(tl.int32)) + offset, epoch)
+
+
 ahead.ask, ahead.gdc_wait, ahead.gdc_launch_dependents = asked, parts.no_fence, parts.no_fence  # type: ignore[assignment]
+fused_columns.say_running = said  # type: ignore[attr-defined]
 for _module in (fused_cuda, fused_few, tokens_cuda):
     _module.stage_of = lambda fabric, *rest, **more: fabric.node.stage(fabric, *rest, **more)  # type: ignore[attr-defined]
     _module.device_table = lambda fabric, key, make: parts.table(make())  # type: ignore[attr-defined]
@@ -291,6 +298,9 @@ def test_few_rows_as_they_are_launched(
         ), times)  # fmt: skip
         for got in outs:
             assert torch.equal(got, want)
+        for stage in node.stages["columns", HALF] if bulk and plan.owners == "columns" else []:
+            running = stage.words.local.view(-1, fused.LINE)[stage.lines : stage.lines + CTAS - 1, :ranks]
+            assert (running == stage.epochs[0]).all()  # every CTA that works said so to all
         for w in ws:  # what is asked for is asked for once a call
             seen, begin = torch.zeros(n * k, dtype=torch.int32), w.data_ptr()
             for one, size in ASKED:

@@ -132,8 +132,11 @@ def test_before_the_launch_in_front_has_ended_weights_are_only_asked_for(owners:
     assert "cp.async.bulk.prefetch" not in after
     assert not re.findall(r"\b(?:ld|st|atom|red)\.(?!param)|cp\.async\.bulk\.tensor|mbarrier\.arrive", before)
     assert not re.search(r"\bret\b", before)
-    told = re.findall(r"griddepcontrol\.launch_dependents", after)
-    assert len(told) >= 1
+    let = [one.start() for one in re.finditer(r"griddepcontrol\.launch_dependents", after)]
+    assert len(let) >= (1 if owners == "rows" else 2)  # all are known to run; nothing is left to wait for
+    for one in let:  # what some threads waited for, all know
+        barriers = [found.start() for found in re.finditer(r"\bbar(?:rier)?\.", after[:one])]
+        assert barriers[-1] > after[:one].rindex("bra POLL")
     asks = re.findall(r"@wanted cp\.async\.bulk\.prefetch", before)
     assert len(asks) == 2 * (1 if transposed else 2)  # of two blocks, 512 elements along K: rows of 256 threads
 

@@ -28,8 +28,7 @@ Memory ordering. A block's word is released, at system scope, behind a CTA barri
 sums and their words. Epochs are this rank's own: one for each CTA, read and advanced by it alone.
 
 AHEAD: as in `fused_decode`. The next launch may begin when the CTA waits for nobody any more, or (`early`) already when
-it has told of all its blocks: all CTAs of this rank together have had parts of every group from every rank then. Groups
-are no fewer than CTAs there, so those are parts of all CTAs of every rank.
+it has told of all its blocks and the CTAs of its number on all ranks run, which they say when they finish a block.
 """
 
 # Triton grows tuples whose types mypy would fix at their first length.
@@ -39,7 +38,7 @@ are no fewer than CTAs there, so those are parts of all CTAs of every rank.
 import triton
 import triton.language as tl
 
-from .ahead import ask_for_weights, begin_early, let_next_begin
+from .ahead import ask_for_weights, begin_early, let_next_begin, say_running
 from .combine import activated
 from .gemm import halves, multiply, plain_multiply
 from .signals import has_bulk_copies, signal_wait_all
@@ -142,9 +141,9 @@ def fused_columns_kernel(
 
     `parts`: this rank's own memory, [2, 2, groups, RANKS, BLOCK_M, BLOCK_N]: of either turn, `half` elements apart,
     parts and, `reduced` elements behind them, sums; `bases`: addresses of all ranks'. `words`: a line for each of
-    `lines` groups, and as many for sums that are ready; `word_bases`: addresses of all ranks'. N is a multiple of 8.
-    The first `active` CTAs work; every CTA of the grid, which never changes, counts calls in its word of `epochs`.
-    LANES: the CTA's threads. AHEAD, `early`: as in `fused_decode`; `early` also needs as many groups as active CTAs.
+    `lines` groups, as many for sums that are ready, and one for each CTA; `word_bases`: addresses of all ranks'. N is a
+    multiple of 8. The first `active` CTAs work; every CTA of the grid, which never changes, counts calls in its word of
+    `epochs`. LANES: the CTA's threads. AHEAD, `early`: as in `fused_decode`.
     """
     program = tl.program_id(0)
     n, half, reduced = n // 8 * 8, half // 8 * 8, reduced // 8 * 8  # they are so already: it tells the compiler
@@ -191,8 +190,12 @@ def fused_columns_kernel(
                      one * WIDTH, BLOCK_M, BLOCK_N)  # fmt: skip
         first, count = tl.where(mine, 0, owner), tl.where(mine, RANKS, 1)
         tell(word_bases, first, count, (tl.where(mine, lines, 0) + group) * LINE + rank, epoch, failed)
+        if AHEAD > 0:
+            say_running(word_bases, (2 * lines + program) * LINE + rank, epoch, RANKS, LANES)
     if AHEAD > 0:
-        if early != 0:
+        if (early != 0) & (program < last):
+            running = words + (2 * lines + program) * LINE
+            signal_wait_all(running, epoch, RANKS, rank, abort, error, deadline_ns)
             let_next_begin()
     for group in range(program, tl.where(program < active, groups, 0), every):
         signal_wait_all(words + (lines + group) * LINE, epoch, RANKS, rank, abort, error, deadline_ns)

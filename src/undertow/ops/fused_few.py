@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .finish import Finish
 
 _THREADS = 256
-_FEW_PACKETS = 8  # polled together: of more, registers do not leave room for a second CTA on the SM
+_PACKETS = 8  # that a thread polls together: for more, registers would not leave room for a second CTA on the SM
 
 
 def at_once(
@@ -34,16 +34,10 @@ def at_once(
     assert plan.tile is not None
     block_m, block_n = plan.tile
     size, n, m = fabric.group.size, problem.n, problem.m
-    sources = size * plan.split
     stage = stage_of(fabric, ("decode",), fused.stage_elements(problem, plan), 1, torch.int64)
     both = factors(x, w, fabric.bulk_copies, fused.decode_step(plan, fabric.bulk_copies))
     bias, ends = finishing(finish, y)
-    most = _FEW_PACKETS if plan.ahead else fused.MOST_PACKETS
-    pieces = -(-n // block_n) * plan.split
-    words = -(-pieces // (plan.share.multiprocessors or pieces)) * -(-m // plan.split) * (block_n // 2)  # of a CTA
-    together = 1
-    while together * 2 * sources <= most and together * _THREADS < words:
-        together *= 2
+    together = max(1, _PACKETS // (size * plan.split))
     constants = _constants(both, plan, fabric) | ends
 
     def launch(epochs: torch.Tensor, working: int) -> None:
@@ -54,7 +48,7 @@ def at_once(
             *watch(fabric), SPLIT=plan.split, AT_ONCE=together, **constants,
         )  # fmt: skip
 
-    common = "decode", plan.tile, plan.split, plan.ahead, together, x.dtype, *ends.values()
+    common = "decode", plan.tile, plan.split, plan.ahead, x.dtype, *ends.values()
     variant = (both.transposed, n % 16, both.inner % 16, y.data_ptr() % 16)
     load(fabric, stage, common, variant, launch)
     return stage, launch
@@ -80,8 +74,8 @@ def owned(
         kernel: Any = fused_columns_kernel
         kernel[(fabric.multiprocessors,)](
             *both.operands((block_m, block_n)), both.b, y, bias, stage.data.local, stage.bases, stage.word_bases,
-            stage.words.local, epochs, m, n, both.inner, working, _early(plan, working) and int(groups >= working),
-            *both.strides[:2], stage.half, reduced, stage.lines // 2, fabric.group.rank, *watch(fabric), **constants,
+            stage.words.local, epochs, m, n, both.inner, working, _early(plan, working), *both.strides[:2], stage.half,
+            reduced, stage.lines // 2, fabric.group.rank, *watch(fabric), **constants,
         )  # fmt: skip
 
     common = "columns", plan.tile, plan.ahead, x.dtype, *ends.values()
