@@ -212,7 +212,8 @@ class Bench:
         self.group.check()
         median = {name: statistics.median(found) for name, found in seconds.items()}
         return {
-            "kind": kind, "label": label, "m": m, "k": k, "n": n, "median": median, "seconds": seconds, "wrong": bad,
+            "kind": kind, "label": label, "ranks": self.size, "m": m, "k": k, "n": n, "median": median,
+            "seconds": seconds, "wrong": bad,
             "eager": [name for name, (_, how) in ready.items() if how == "eager"], "calls": calls,
             "spent": time.perf_counter() - began,
         }  # fmt: skip

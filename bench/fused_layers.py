@@ -9,6 +9,7 @@ import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
 from undertow.plan.defaults import fused_plan
+from undertow.plan.plan import Plan
 
 ROTATED = 200 << 20  # bytes of weights that decode calls take in turn
 
@@ -101,6 +102,25 @@ def gather(bench: Bench, m: int, k: int, n: int) -> Made:
     return found, want, (y, out)
 
 
+def _asked(names: list[str], m: int) -> list[str]:
+    """The plans of few rows to try. "all": the exchange that should be better in all forms, the other in its best."""
+    if names != ["all"]:
+        return names
+    at_once = ["one/64/1024", "one/64/2048", "one/64/0", "one/128/1024", "one/128/0", "one/256/512"]
+    owners = ["two/64/1024", "two/64/2048", "two/64/0", "two/128/512", "two/128/1024", "two/128/0", "two/256/0"]
+    return [*at_once, "two/64/1024"] if m < 16 else [*owners, *(["one/64/1024"] if m < 64 else [])]
+
+
+def _few_rows(base: Plan, name: str) -> Plan:
+    """exchange/block_n/ahead[/split]: one (sent to all at once) or two (by owners of columns)."""
+    assert base.tile is not None
+    way, block_n, ahead, *split = name.split("/")
+    return replace(
+        base, tile=(base.tile[0], int(block_n)), ahead=int(ahead), owners={"one": "rows", "two": "columns"}[way],
+        split=0 if way == "two" else int(split[0]) if split else 1,
+    )  # fmt: skip
+
+
 def decode(bench: Bench, m: int, k: int, n: int) -> Made:
     """matmul_all_reduce of few rows, weights in turn."""
     problem = bench.problem("matmul_all_reduce", m, n, k)
@@ -117,8 +137,11 @@ def decode(bench: Bench, m: int, k: int, n: int) -> Made:
     base = fused_plan(problem, "peer")
     assert base.tile is not None
     plans = {"fused": base}
-    for block_n, split in bench.options["decode"]:
-        plans[f"fused {block_n}/{split}"] = replace(base, tile=(base.tile[0], block_n), split=split)
+    for name in _asked(bench.options["decode"], m):
+        plan = _few_rows(base, name)
+        if plan not in plans.values():
+            plan.check(problem)
+            plans[f"fused {name}"] = plan
     found: Variants = {"cublas": lambda which: torch.mm(x, weights[which], out=y)}
     for name, plan in plans.items():
         calls = [bench.fused(x, w, out, problem, plan) for w in weights]

@@ -19,7 +19,7 @@ def best(median: dict[str, float], prefix: str) -> float:
 def scores(one: dict[str, Any]) -> dict[str, float]:
     median = one["median"]
     fused, serial = best(median, "fused"), best(median, "serial")
-    if one["kind"] == "reduce":
+    if one["kind"] in ("reduce", "decode"):
         serial = min(serial, best(median, "torch"))
     cublas, gemm = best(median, "cublas"), median.get("gemm", math.nan)
     exposed = serial - cublas
@@ -35,6 +35,10 @@ def line(one: dict[str, Any]) -> str:
     for name, took in one["median"].items():
         text += f" {name} {took * 1e6:.1f}{'e' if name in one['eager'] else ''}"
     score = scores(one)
+    if one["kind"] == "decode":  # what bounds it: all ranks' weights, once
+        streamed = one["ranks"] * one["k"] * one["n"] * 2
+        speeds = (streamed / best(one["median"], name) * 1e-12 for name in ("fused", "cublas"))
+        text += " | TB/s of weights: fused {:.2f}, cublas {:.2f}".format(*speeds)
     text += f" | x serial {score['over serial']:.2f} x torch {score['over torch']:.2f}"
     text += f" E {score['E']:.2f} own {score['E own']:.2f} comm {score['share']:.0%} ({one['spent']:.1f} s)"
     return text + "".join(f"\n    {name} left out: {reason}" for name, reason in one["wrong"].items())

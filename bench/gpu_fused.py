@@ -5,7 +5,8 @@ counts. Every variant is compared with exact integers first; one that is wrong i
 
 - cublas: the matmul alone; gemm: our own kernel, the fused one's main loop, with communication off;
 - serial: cuBLAS and then our collective on symmetric buffers, for several numbers of CTAs: the best counts;
-- fused: one launch, for several plans; torch: PyTorch's async-TP operators (eager where they cannot be captured).
+- fused: one launch, for several plans (of few rows also those of --decode: the best counts);
+- torch: PyTorch's async-TP operators (eager where they cannot be captured).
 
 Layers of tensor parallelism are in `fused_layers.py`, their backward passes in `fused_backward.py`, layers of expert
 parallelism (leave: matmul_all_to_all, arrive: all_to_all_matmul, one weight for each expert) in `fused_tokens.py`,
@@ -147,7 +148,10 @@ def main() -> None:
     parser.add_argument("--models", default="llama3-70b,gpt3-175b")
     parser.add_argument("--m", default="2048,8192,512,4096,1024")
     parser.add_argument("--loaders", default="4,8,16,32", help="CTAs that push rows in further gather plans")
-    parser.add_argument("--decode", default="", help="block_n/split of further decode plans, as 128/2,128/1")
+    parser.add_argument(
+        "--decode", default="",
+        help="further decode plans, exchange/block_n/ahead[/split] each, as one/64/1024,one/64/0/2,two/128/512; or all",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--seconds", default="32,8", help="for each number of ranks, from when they are up: no shape is begun later"
@@ -164,7 +168,7 @@ def main() -> None:
             "only": options.only.split(","), "models": options.models.split(","), "rounds": options.rounds,
             "m": [int(one) for one in options.m.split(",")], "seconds": limits[min(number, len(limits) - 1)],
             "loaders": [int(one) for one in options.loaders.split(",") if one], "guarded": options.guarded,
-            "decode": [[int(part) for part in one.split("/")] for one in options.decode.split(",") if one],
+            "decode": [one for one in options.decode.split(",") if one],
             "part": str(part) if part else "", "odd": not options.no_odd and number == 0,
         }  # fmt: skip
         try:

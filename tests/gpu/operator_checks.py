@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import few_row_checks
 import matmul_suite
 import staged_checks
 import token_checks
@@ -297,5 +298,5 @@ def late_products_are_waited_for(group: ut.Group) -> None:
             assert wrong == (0, 0), f"{strategy}, turn {turn}: {wrong} elements of all_reduce and reduce_scatter"
 
 
-for _one in (*token_checks.CHECKS, *staged_checks.CHECKS):
+for _one in (*few_row_checks.CHECKS, *token_checks.CHECKS, *staged_checks.CHECKS):
     check(_one)

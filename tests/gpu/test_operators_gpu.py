@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import few_row_checks
 import operator_checks
 import pytest
 import staged_checks
@@ -11,13 +12,20 @@ import undertow as ut
 
 TOKENS = [one.__name__ for one in token_checks.CHECKS]
 STAGED = [one.__name__ for one in staged_checks.CHECKS]
+FEW_ROWS = [one.__name__ for one in few_row_checks.CHECKS]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_check(ranks: int) -> None:
     """All in one launch: a cold start costs as much as many checks."""
-    names = [one for one in operator_checks.CHECKS if one not in (*TOKENS, *STAGED)]
+    names = [one for one in operator_checks.CHECKS if one not in (*TOKENS, *STAGED, *FEW_ROWS)]
     report = ut.launch(operator_checks.run, ranks, device="cuda", args=(names,), deadline=60)
+    print("\n".join(report[0]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_few_rows(ranks: int) -> None:
+    report = ut.launch(operator_checks.run, ranks, device="cuda", args=(FEW_ROWS,), deadline=60)
     print("\n".join(report[0]))
 
 

@@ -147,20 +147,30 @@ def plain() -> list[str]:
     """
     import triton.language as tl
 
-    from undertow.kernels import fused_decode, fused_exchange, fused_gather, fused_scatter, signals, turns
+    from undertow.kernels import (
+        fused_columns,
+        fused_decode,
+        fused_exchange,
+        fused_gather,
+        fused_scatter,
+        signals,
+        turns,
+    )
 
     @tl.core.builtin
     def no_bulk_copies(_semantic=None):  # type: ignore[no-untyped-def]
         return tl.constexpr(False)
 
-    for module in (signals, turns, fused_decode, fused_exchange, fused_gather, fused_scatter):
+    for module in (signals, turns, fused_columns, fused_decode, fused_exchange, fused_gather, fused_scatter):
         module.has_bulk_copies = no_bulk_copies  # type: ignore[attr-defined]
     group = ut.init()
     group.fabric.bulk_copies = False
     report = []
     for operator in matmul_suite.OPERATORS:
         began = time.perf_counter()
-        for which, shape in enumerate(((512, 512, 128), (1160, 264, 72), (300, 272, 200), (16, 512, 256))):
+        for which, shape in enumerate(
+            ((512, 512, 128), (1160, 264, 72), (300, 272, 200), (16, 512, 256), (4, 512, 256))
+        ):
             if operator != "matmul_all_reduce" and shape[0] < 64:
                 continue
             case = matmul_suite.Case(operator, "fused:peer", torch.bfloat16, shape, SEEDS[which % 2])

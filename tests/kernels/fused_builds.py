@@ -6,11 +6,13 @@ from typing import Any
 
 from ptx import CompiledKernel, compile_kernel
 
+from undertow.kernels.fused_columns import fused_columns_kernel
 from undertow.kernels.fused_decode import fused_decode_kernel
 from undertow.kernels.fused_exchange import fused_exchange_kernel
 from undertow.kernels.fused_gather import fused_gather_kernel
 from undertow.kernels.fused_scatter import fused_scatter_kernel, fused_sum_kernel
 from undertow.plan import fused
+from undertow.plan.plan import Plan
 
 STAGES = 4
 WATCH = {"abort": "*i32", "error": "*i32", "deadline_ns": "i64"}
@@ -18,12 +20,11 @@ BLOCK_K = {"sm_90": 64, "sm_80": 32}
 
 
 def operands(
-    target: str, tile: tuple[int, int], transposed: bool, grouped: bool, a: tuple[str, ...], b: str
+    target: str, tile: tuple[int, int], transposed: bool, grouped: bool, a: tuple[str, ...], b: str, inner: int = 64
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Types of the factors, and what is known of their alignment: descriptors, or pointers."""
     if target == "sm_80":
         return dict.fromkeys((*a, b), "*bf16"), dict.fromkeys((*a, b), 16)
-    inner = BLOCK_K[target]
     block = f"{tile[1]}, {inner}" if transposed else f"{inner}, {tile[1]}"
     types = dict.fromkeys(a, f"tensordesc<bf16[{tile[0]}, {inner}]>")
     return types | {b: f"tensordesc<bf16[{'1, ' if grouped else ''}{block}]>"}, {}
@@ -111,17 +112,31 @@ def exchange(
     return compile_kernel(fused_exchange_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
 
 
-def decode(rows: int, at_once: int, ranks: int = 4, target: str = "sm_90", **changes: Any) -> CompiledKernel:
-    factors, aligned = operands(target, (rows, 256), True, False, ("x",), "w")
+def few(
+    tile: tuple[int, int], owners: str = "rows", ranks: int = 4, target: str = "sm_90", transposed: bool = True,
+    ahead: int = 512, at_once: int = 1, **changes: Any,
+) -> CompiledKernel:  # fmt: skip
+    """Few rows, sent to all ranks or (`owners` "columns") summed by owners, as the plan has them multiplied."""
+    plan = Plan("fused", "peer", ((0, 1),), tile=tile, owners=owners, ahead=ahead)
+    step = fused.decode_step(plan, target == "sm_90")
+    factors, aligned = operands(target, tile, transposed, False, ("x",), "w", step)
     types = {
-        **factors, "out": "*bf16", "bias": "*bf16", "bases": "*i64", "packets": "*i64", "epochs": "*i32",
-        **dict.fromkeys(("rows", "n", "inner", "active", "rank"), "i32"),
+        **factors, "weights": "*bf16", "out": "*bf16", "bias": "*bf16", "bases": "*i64", "epochs": "*i32",
+        **dict.fromkeys(("rows", "n", "inner", "active", "early", "rank"), "i32"),
         **dict.fromkeys(("half", "a_row", "b_row"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "BLOCK_M": rows, "BLOCK_N": 256, "BLOCK_K": BLOCK_K[target], "TRANSPOSED": True, "SPLIT": 1, "RANKS": ranks,
-        "LANES": 256, "AT_ONCE": at_once, "BIAS": False, "ACTIVATION": 0, **changes,
+        "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": step, "TRANSPOSED": transposed, "RANKS": ranks,
+        "LANES": 256, "AHEAD": ahead, "BIAS": False, "ACTIVATION": 0, **changes,
     }  # fmt: skip
-    aligned |= {"out": 16, "packets": 16, "n": 16, "inner": 16}
-    stages = STAGES + (rows < 64 and target == "sm_90")
-    return compile_kernel(fused_decode_kernel, types, constants, target, 8, aligned, num_stages=stages)
+    aligned |= {"out": 16, "n": 16}
+    stages, kernel = fused.decode_stages(plan, target == "sm_90"), fused_columns_kernel
+    if owners == "columns":
+        types |= {"parts": "*bf16", "word_bases": "*i64", "words": "*i32", "reduced": "i64", "lines": "i32"}
+        aligned |= {"parts": 16}
+    else:
+        types |= {"packets": "*i64"}
+        constants |= {"SPLIT": 1, "AT_ONCE": at_once} | changes
+        aligned |= {"packets": 16, "inner": 16}
+        kernel = fused_decode_kernel
+    return compile_kernel(kernel, types, constants, target, 8, aligned, stages, fused.HALF_REGISTERS if ahead else None)

@@ -2,7 +2,8 @@
 
 What is real: operands, tables, stages, the arguments of the kernels, the kernels themselves. What is not: signals
 (`interpreted_tokens.py`), streams, the driver. Ranks come one after the other and wait for nobody, so every call is
-made twice with the same number: the first time for what it sends, the second for what it finds.
+made twice with the same number: the first time for what it sends, the second for what it finds; where sums of what was
+found are sent, once more.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ ctypes.CDLL = lambda name, *rest, **more: (  # type: ignore[misc,assignment]
 import interpreted_tokens as parts  # noqa: E402 - its replacements of signals hold here, too
 
 from undertow.fabric.cuda import CudaFabric  # noqa: E402
-from undertow.kernels import fused_decode  # noqa: E402
-from undertow.ops import fused_cuda, tokens_cuda  # noqa: E402
+from undertow.kernels import ahead, fused_columns, fused_decode  # noqa: E402
+from undertow.ops import fused_cuda, fused_few, tokens_cuda  # noqa: E402
 from undertow.ops.all_gather_matmul import reference as gathered_reference  # noqa: E402
 from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference  # noqa: E402
 from undertow.ops.finish import Finish  # noqa: E402
@@ -99,12 +100,12 @@ class Node:
                 stage.described["side by side"] = whole
         return self.stages[kind][fabric.group.rank]
 
-    def run(self, call: Callable[[Any, int], Callable[[], None]]) -> None:
-        """Every rank's call, twice with the same number."""
-        for again in range(2):
+    def run(self, call: Callable[[Any, int], Callable[[], None]], times: int = 2) -> None:
+        """Every rank's call, so many times with the same number."""
+        for again in range(times):
             for rank in range(self.ranks):
                 call(self.fabric(rank), rank)()
-            if not again:
+            if again + 1 < times:
                 for stages in self.stages.values():
                     for stage in stages:
                         stage.epochs -= 1
@@ -132,7 +133,24 @@ def settled(pointers: Any, wanted: Any, flag: Any, watch: Any) -> Any:
 
 
 fused_decode.send, fused_decode.settle, fused_decode.has_bulk_copies = sent, settled, parts.bulk_copies  # type: ignore
-for _module in (fused_cuda, tokens_cuda):
+for _name, _other in (("tell", parts.told), ("signal_wait_all", parts.no_wait), ("has_bulk_copies", parts.bulk_copies)):
+    setattr(fused_columns, _name, _other)
+ASKED: list[tuple[int, int]] = []  # addresses and bytes
+
+
+def asked(pointers: Any, nbytes: Any) -> None:
+    ASKED.extend((int(one), int(size)) for one, size in zip(pointers.handle.data, nbytes.handle.data, strict=True))
+
+
+@triton.jit
+def said(word_bases, offset, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
+    for one in range(RANKS):
+        tl.store(tl.load(word_bases + one).to(tl.pointer_type(tl.int32)) + offset, epoch)
+
+
+ahead.ask, ahead.gdc_wait, ahead.gdc_launch_dependents = asked, parts.no_fence, parts.no_fence  # type: ignore[assignment]
+fused_columns.say_running = said  # type: ignore[attr-defined]
+for _module in (fused_cuda, fused_few, tokens_cuda):
     _module.stage_of = lambda fabric, *rest, **more: fabric.node.stage(fabric, *rest, **more)  # type: ignore[attr-defined]
     _module.device_table = lambda fabric, key, make: parts.table(make())  # type: ignore[attr-defined]
     _module.load = lambda *arguments: None  # type: ignore[attr-defined]
@@ -273,23 +291,73 @@ def test_a_gather_as_it_is_launched(pull: bool, rows: tuple[int, ...], k: int, l
             assert bool(torch.isnan(stage.data.local[turn * half + sum(rows) * k : (turn + 1) * half]).all())
 
 
-@pytest.mark.parametrize("split", [1, 2])
+WAYS = {"at once": {"split": 1}, "at once, two parts": {"split": 2}, "owners": {"split": 0, "owners": "columns"}}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transposed", [True, False])
-def test_few_rows_as_they_are_launched(transposed: bool, split: int) -> None:
-    """Without TMA: parts of K by pointers."""
-    m, n, k = 5, 136, 104
-    node = Node(2, False)
-    xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(k, n, seed=9 + rank) for rank in range(2)]
+@pytest.mark.parametrize(("bulk", "tile", "shape"), [
+    (False, (16, 128), (5, 136, 104)), (True, (16, 64), (5, 136, 104)), (True, (32, 64), (17, 464, 264)),
+])  # fmt: skip
+def test_few_rows_as_they_are_launched(
+    bulk: bool, tile: tuple[int, int], shape: tuple[int, int, int], transposed: bool, way: str
+) -> None:
+    """Weights asked for ahead where there is TMA, or by pointers; groups whose last block is short, or missing."""
+    (m, n, k), ranks = shape, 3
+    node = Node(ranks, bulk)
+    xs, ws = [made(m, k, seed=rank) for rank in range(ranks)], [made(k, n, seed=9 + rank) for rank in range(ranks)]
     ws = [w.t().contiguous().t() if transposed else w for w in ws]
     bias = made(n, seed=4)
     asked = Problem.of(
-        "matmul_all_reduce", m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=False
+        "matmul_all_reduce", m, n, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS, bulk=bulk
     )  # fmt: skip
-    plan = dataclasses.replace(fused_plan(asked, "peer"), split=split, tile=(16, 128))
-    outs = [poisoned(m, n) for _ in range(2)]
-    node.run(lambda fabric, rank: fused_cuda.prepare(
-        xs[rank], ws[rank], outs[rank], asked, plan, Finish(bias, "relu"), fabric
-    ))  # fmt: skip
+    plan = dataclasses.replace(
+        fused_plan(asked, "peer"), split=0, owners="rows", tile=tile, ahead=512 if bulk else 0, share=Share(CTAS - 1),
+    )  # fmt: skip
+    plan = dataclasses.replace(plan, **WAYS[way])  # type: ignore[arg-type]
+    plan.check(asked)
     want = torch.relu(sum(x @ w for x, w in zip(wide(xs), wide(ws), strict=True)) + bias.float()).to(HALF)
-    for got in outs:
-        assert torch.equal(got, want)
+    times = 3 if plan.owners == "columns" else 2
+    for _ in range(2):  # each turn
+        outs = [poisoned(m, n) for _ in range(ranks)]
+        ASKED.clear()
+        node.run(lambda fabric, rank, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
+            xs[rank], ws[rank], outs[rank], asked, plan, Finish(bias, "relu"), fabric
+        ), times)  # fmt: skip
+        for got in outs:
+            assert torch.equal(got, want)
+        for stage in node.stages["columns", HALF] if bulk and plan.owners == "columns" else []:
+            running = stage.words.local.view(-1, fused.LINE)[stage.lines : stage.lines + CTAS - 1, :ranks]
+            assert (running == stage.epochs[0]).all()  # every CTA that works said so to all
+        for w in ws:  # what is asked for is asked for once a call
+            seen, begin = torch.zeros(n * k, dtype=torch.int32), w.data_ptr()
+            for one, size in ASKED:
+                if begin <= one < begin + 2 * n * k and size > 0:
+                    assert one % 16 == size % 16 == 0
+                    seen[(one - begin) // 2 : (one - begin + size) // 2] += 1
+            assert set(seen.tolist()) <= {0, times}
+            assert (int(seen.sum()) > 64 * k) == bulk  # more than the first block: K has fewer elements
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_first_weights_are_asked_for_once(transposed: bool) -> None:
+    """All of a block that is there: 256 elements along K, or to its end; 64 columns, or to the last."""
+    n, k = 200, 328
+    w = torch.zeros((n, k) if transposed else (k, n), dtype=HALF)
+    for column, begin in ((0, 0), (64, 128), (192, 0)):
+        ASKED.clear()
+        _ask[(1,)](w, w.stride(0), n, column, begin, min(k, begin + 256), 256, 64, transposed)
+        seen = torch.zeros(n * k, dtype=torch.int32)
+        for one, size in ASKED:
+            first = (one - w.data_ptr()) // 2
+            seen[first : first + max(0, size) // 2] += 1
+        want = torch.zeros(k, n, dtype=torch.int32)
+        want[begin : begin + 256, column : column + 64] = 1
+        assert torch.equal(seen.view(w.shape), want.t() if transposed else want), (column, begin)
+
+
+@triton.jit
+def _ask(
+    w, b_row, n, column, begin, end, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    ahead.ask_for_weights(w, b_row, n, column, begin, end, AHEAD, BLOCK_N, TRANSPOSED, 256)

@@ -6,11 +6,12 @@ import re
 from typing import Any
 
 import pytest
-from fused_builds import STAGES, decode, gather, scatter, sums
+from fused_builds import STAGES, few, gather, scatter, sums
 from ptx import check_acquire_order, check_after_bulk_stores, check_release_order
 
 from undertow.kernels.turns import LINE
 from undertow.plan import fused
+from undertow.plan.plan import Plan
 
 SHARED = 227 << 10  # bytes that a CTA may have on sm_90
 MULTIPROCESSOR, RESERVED = 228 << 10, 1 << 10  # of all CTAs of a multiprocessor, and of each for the system
@@ -47,6 +48,11 @@ def check_words_follow_stores(ptx: str, words: int) -> None:
     spoiled = re.sub(r"(\.reg \.b64 place;\n)\s*barrier\.sync 0;", r"\1", ptx)
     assert spoiled != ptx
     assert check_release_order(spoiled) != []
+
+
+def unordered_loads(ptx: str) -> list[str]:
+    """Loads that may run before the acquire that covers them. Bulk loads are of this rank's own factors."""
+    return [one for one in check_acquire_order(ptx) if "cp.async.bulk.tensor.2d.shared" not in one.split(": ")[1]]
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
@@ -107,9 +113,13 @@ def test_what_is_moved_is_moved_16_bytes_at_a_time() -> None:
         assert any("v4.b32" in one for one in found)
 
 
+FEW = [(rows, columns) for rows in (16, 32, 64) for columns in (64, 128)]
+THREADS, REGISTERS = 256, 64 << 10  # of a CTA, of an SM
+
+
 @pytest.mark.parametrize(("rows", "at_once", "ranks"), [(16, 1, 4), (64, 4, 8)])
-def test_decode_fits(rows: int, at_once: int, ranks: int) -> None:
-    kernel = decode(rows, at_once, ranks)
+def test_few_rows_are_sent_as_packets(rows: int, at_once: int, ranks: int) -> None:
+    kernel = few((rows, 256), ranks=ranks, at_once=at_once, ahead=0)
     assert kernel.spills == 0
     assert kernel.shared <= SHARED
     # A packet is data and flag in one access; nothing else is waited for.
@@ -117,3 +127,76 @@ def test_decode_fits(rows: int, at_once: int, ranks: int) -> None:
     assert "ld.acquire" not in kernel.ptx
     polled = re.findall(r"@wanted(\d+) ld\.relaxed\.sys\.global\.b64", kernel.ptx)
     assert len(set(polled)) == ranks * at_once
+    assert "griddepcontrol" not in kernel.ptx
+
+
+@pytest.mark.parametrize("tile", FEW)
+@pytest.mark.parametrize("owners", ["rows", "columns"])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_the_next_call_of_few_rows_finds_room_beside_this_one(tile: tuple[int, int], owners: str, ranks: int) -> None:
+    """What fills more than half an SM would not be launched before this one ends, and could not ask for its weights."""
+    kernel = few(tile, owners, ranks, ahead=1024 if tile[1] == 64 else 512)
+    assert kernel.spills <= 64  # bytes, of a few addresses that are used once
+    assert kernel.registers * THREADS * 2 <= REGISTERS
+    assert 80 << 10 <= kernel.shared <= fused.HALF_SHARED
+    assert not kernel.serialised
+    assert ("wgmma" in kernel.ptx) == (tile[0] == 64)
+
+
+@pytest.mark.parametrize("owners", ["rows", "columns"])
+def test_weights_of_few_rows_stream_across_tiles(owners: str) -> None:
+    """There is one loop over all steps of all tiles: bulk loads before it, and once in it."""
+    for tile in ((16, 64), (64, 128)):
+        kernel = few(tile, owners)
+        stages = fused.decode_stages(Plan("fused", "peer", ((0, 1),), tile=tile, ahead=512), True)
+        loads = len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", kernel.ptx))
+        assert loads == stages * 2  # of x and of w
+
+
+@pytest.mark.parametrize("owners", ["rows", "columns"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_before_the_launch_in_front_has_ended_weights_are_only_asked_for(owners: str, transposed: bool) -> None:
+    """What is read or stored comes after the wait, in every CTA; the next one is let in behind a barrier."""
+    ptx = few((16, 64), owners, transposed=transposed).ptx
+    before, after = ptx.split("griddepcontrol.wait")
+    assert "cp.async.bulk.prefetch.L2.global" in before
+    assert "cp.async.bulk.prefetch" not in after
+    assert not re.findall(r"\b(?:ld|st|atom|red)\.(?!param)|cp\.async\.bulk\.tensor|mbarrier\.arrive", before)
+    assert not re.search(r"\bret\b", before)
+    let = [one.start() for one in re.finditer(r"griddepcontrol\.launch_dependents", after)]
+    assert len(let) >= (1 if owners == "rows" else 2)  # all are known to run; nothing is left to wait for
+    for one in let:  # what some threads waited for, all know
+        barriers = [found.start() for found in re.finditer(r"\bbar(?:rier)?\.", after[:one])]
+        assert barriers[-1] > after[:one].rindex("bra POLL")
+    asks = re.findall(r"@wanted cp\.async\.bulk\.prefetch", before)
+    assert len(asks) == 2 * (1 if transposed else 2)  # of two blocks, 512 elements along K: rows of 256 threads
+
+
+def test_parts_and_sums_are_told_of_when_they_are_there() -> None:
+    for tile, ranks in (((16, 64), 4), ((64, 128), 8)):
+        ptx = few(tile, "columns", ranks).ptx
+        assert len(re.findall(r"st\.release\.sys", ptx)) >= 1
+        assert check_release_order(ptx) == []
+        assert unordered_loads(ptx) == []
+        for text, check in (
+            (r"(\.reg \.b64 place;\n)\s*barrier\.sync 0;", check_release_order),
+            (r"(JOIN:\n)\s*barrier\.red\.or\.pred failed, 0, failed;", unordered_loads),
+        ):
+            spoiled = re.sub(text, r"\1", ptx)
+            assert spoiled != ptx
+            assert check(spoiled) != []
+
+
+def test_parts_and_sums_move_16_bytes_at_a_time() -> None:
+    found = set(re.findall(r"(?:ld|st)\.global\.\S+", few((64, 128), "columns").ptx))
+    assert not [one for one in found if "b16" in one], found
+    assert any("v4.b32" in one for one in found)
+
+
+@pytest.mark.parametrize("owners", ["rows", "columns"])
+def test_few_rows_without_tma(owners: str) -> None:
+    kernel = few((64, 128), owners, target="sm_80", ahead=0)
+    assert kernel.spills == 0
+    assert "griddepcontrol" not in kernel.ptx
+    assert "cp.async.bulk" not in kernel.ptx
+    assert check_release_order(kernel.ptx) == []

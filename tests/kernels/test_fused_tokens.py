@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fused_builds import STAGES, decode, exchange, gather, scatter
+from fused_builds import STAGES, exchange, few, gather, scatter
 from ptx import CompiledKernel, check_acquire_order, check_release_order
 
 from undertow.plan import fused
@@ -23,7 +23,8 @@ PLAIN: dict[str, Callable[[], CompiledKernel]] = {
     "arrive": lambda: gather(False, "sm_80", (128, 128), tokens=True, even=False, bias=True),
     "exchange": lambda: exchange(8, "sm_80", (128, 128), bias=True),
     "exchange of odd columns": lambda: exchange(8, "sm_80", (64, 128), even=False),
-    "decode": lambda: decode(64, 4, 8, "sm_80"),
+    "decode": lambda: few((64, 256), "rows", 8, "sm_80", ahead=0, at_once=4),
+    "columns": lambda: few((64, 128), "columns", 8, "sm_80", ahead=0),
 }
 BULK: dict[str, Callable[[], CompiledKernel]] = {
     "exchange": exchange,
@@ -147,6 +148,15 @@ def test_arithmetic() -> None:
 
 def test_an_exchange_as_it_is_launched() -> None:
     interpreted("interpreted_launches.py::test_an_exchange_as_it_is_launched[136-24-True-True]")
+
+
+@pytest.mark.parametrize("way", ["at once", "owners"])
+def test_few_rows_as_they_are_launched(way: str) -> None:
+    interpreted(f"interpreted_launches.py::test_few_rows_as_they_are_launched[True-tile1-shape1-True-{way}]")
+
+
+def test_the_first_weights_are_asked_for_once() -> None:
+    interpreted("interpreted_launches.py::test_the_first_weights_are_asked_for_once")
 
 
 @pytest.mark.nightly

@@ -25,15 +25,16 @@ from undertow.plan.problem import Problem
 
 
 def random_plan(problem: Problem, chance: random.Random) -> Plan:
-    """Any tile, group of bands and piece that fits; where rows are few, perhaps all ranks sum."""
+    """Any tile, group of bands and piece that fits; where rows are few, perhaps all ranks sum, or owners of columns."""
     tile = chance.choice((1, 2, 3, 8, 16, 33, 64)), chance.choice((1, 5, 8, 16, 64))
-    split = 0
-    if problem.operator == "matmul_all_reduce" and problem.m <= 33 and chance.random() < 0.5:
-        split = chance.choice((1, 2, 3))
+    split, owners = 0, "rows"
+    if problem.operator == "matmul_all_reduce" and problem.m <= 33 and chance.random() < 0.8:
+        split = chance.choice((0, 0, 0, 1, 2, 3))
+        owners = "rows" if split else "columns"
         tile = max(1, problem.m), tile[1]
     plan = dataclasses.replace(
         fused_plan(problem, "peer"), tile=tile, group_bands=chance.randint(1, 9), split=split,
-        piece=chance.choice((1, 3, 8, 64)),
+        owners=owners, piece=chance.choice((1, 3, 8, 64)),
     )  # fmt: skip
     if problem.operator == "all_gather_matmul":  # only there all ranks know K
         plan = dataclasses.replace(plan, piece=max(plan.piece, -(-problem.k // fused.LINE)))
@@ -44,7 +45,8 @@ def random_plan(problem: Problem, chance: random.Random) -> Plan:
 def random_plans(seed: int, count: int) -> dict[str, int]:
     """`count` cases, each with a plan of its own; how many there were of each form."""
     group = ut.init()
-    chance, forms = random.Random(seed), dict.fromkeys((fused.SCATTER, fused.EXCHANGE, fused.GATHER, fused.DECODE), 0)
+    every = fused.SCATTER, fused.EXCHANGE, fused.GATHER, fused.DECODE, fused.OWNED
+    chance, forms = random.Random(seed), dict.fromkeys(every, 0)
     real = choose.default_plan
 
     turn = 0

@@ -15,8 +15,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
+import fused_layers
 import fused_report
 import fused_tokens
+
+from undertow.plan.defaults import fused_plan
+from undertow.plan.problem import Problem
 
 RANKS, TOKENS = 3, 40
 RIVALS = ("serial blocks", "serial grouped")
@@ -72,3 +76,27 @@ def test_the_better_rival_counts() -> None:
     scores = fused_report.scores({"kind": "leave", "median": median})
     assert scores["over serial"] == 1.5
     assert scores["E"] == 0.5
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("m", [1, 4, 16, 64])
+def test_plans_of_few_rows_that_are_tried_fit(m: int, ranks: int) -> None:
+    problem = Problem.of(
+        "matmul_all_reduce", m, 8192, 1024, dtype="bfloat16", ranks=ranks, device="cuda", multiprocessors=132 // ranks
+    )  # fmt: skip
+    base = fused_plan(problem, "peer")
+    names = fused_layers._asked(["all"], m)
+    plans = [fused_layers._few_rows(base, name) for name in names]
+    for plan in plans:
+        plan.check(problem)
+    assert len(set(plans)) == len(names)
+    assert base in plans
+    one = fused_layers._few_rows(base, "one/128/512/2")
+    assert (one.tile, one.split, one.owners, one.ahead) == ((base.tile[0], 128), 2, "rows", 512)  # type: ignore[index]
+
+
+def test_weights_that_are_streamed_are_told() -> None:
+    took = {"cublas": 16e-6, "fused": 20e-6, "fused one/64/0": 18e-6, "serial packets": 30e-6, "torch one-shot": 27e-6}
+    found = {"kind": "decode", "label": "", "ranks": 4, "m": 1, "k": 1024, "n": 8192, "median": took, "eager": []}
+    text = fused_report.line({**found, "wrong": {}, "spent": 1.0})
+    assert "TB/s of weights: fused 3.73, cublas 4.19 | x serial 1.50 x torch 1.50 E 0.82" in text

@@ -15,16 +15,16 @@ SEED = 4070
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_fused_plan_is_exact(ranks: int) -> None:
-    for forms in ut.launch(targets.random_plans, ranks, device="cpu", args=(SEED + ranks, 50)):
+    for forms in ut.launch(targets.random_plans, ranks, device="cpu", args=(SEED + ranks, 70)):
         assert min(forms.values()) >= 2, forms
-        assert sum(forms.values()) == 50
+        assert sum(forms.values()) == 70
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_any_of_many_fused_plans_is_exact(ranks: int) -> None:
     for forms in ut.launch(targets.random_plans, ranks, device="cpu", args=(SEED * ranks, 2000)):
-        assert forms[fused.DECODE] > 50
+        assert min(forms[fused.DECODE], forms[fused.OWNED]) > 50
 
 
 def test_calls_of_all_kinds_in_a_row() -> None:

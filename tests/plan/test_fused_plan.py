@@ -262,6 +262,9 @@ def test_a_tile_needs_the_memory_of_its_owner() -> None:
         ({"parcels": ((0, 1), (1, 2))}, "parcels"),
         ({"tile": (32, 256)}, "tile"),
         ({"split": 1}, "split"),
+        ({"owners": "columns"}, "owners"),
+        ({"owners": "both"}, "owners"),
+        ({"ahead": 256}, "ahead"),
         ({"piece": 16}, "piece"),
         ({"order": "rotated"}, "order"),
         ({"layout": "packed"}, "layout"),
@@ -285,14 +288,58 @@ def test_only_a_gpu_pulls_and_only_rows() -> None:
             replace(fused_plan(asked, "peer"), pull=True).check(asked)
 
 
-@pytest.mark.parametrize("m", [1, 16, 17, 64, 65])
-def test_few_rows_go_to_all_at_once(m: int) -> None:
+@pytest.mark.parametrize(("m", "form"), [
+    (1, fused.DECODE), (8, fused.DECODE), (9, fused.OWNED), (16, fused.OWNED), (64, fused.OWNED), (65, fused.SCATTER),
+])  # fmt: skip
+def test_few_rows_go_to_all_at_once_or_to_owners_of_columns(m: int, form: str) -> None:
     asked = problem("matmul_all_reduce", m=m)
     plan = fused_plan(asked, "peer")
     plan.check(asked)
-    assert (fused.form(asked, plan) == fused.DECODE) == (m <= 64)
+    assert fused.form(asked, plan) == form
     assert plan.tile is not None
     assert plan.tile[0] >= m or m > 64
+    assert (plan.ahead > 0) == (m <= 64)
+    assert fused_plan(replace(asked, bulk=False), "peer").ahead == 0
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_other_exchange_of_few_rows_is_tried() -> None:
+    for m in (1, 16, 64):
+        asked = problem("matmul_all_reduce", m=m)
+        found = fused_plans(asked)
+        for plan in found:
+            plan.check(asked)
+        assert {fused.form(asked, plan) for plan in found} == set(fused.OF_FEW_ROWS)
+        assert len({plan.tile for plan in found}) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("n", [8, 13, 200])
+def test_every_block_of_columns_belongs_to_a_rank(ranks: int, n: int) -> None:
+    """All ranks mean the same by a line; a rank computes the following ranks' blocks first, its own last."""
+    plan = replace(plan_of((5, 4), 1), owners="columns")
+    blocks = -(-n // 4)
+    for rank in range(ranks):
+        table = fused.column_table(5, n, plan, ranks, rank)
+        seen = np.zeros(n, int)
+        for row, rows, column, columns, shard_row, line, owner, out_row in table.tolist():
+            assert (row, rows, shard_row, out_row) == (0, 5, 0, 0)
+            assert (column, owner) == (4 * line, line % ranks)
+            seen[column : column + columns] += 1
+        assert (seen == 1).all()
+        order = list(dict.fromkeys(table[:, fused.OWNER].tolist()))
+        assert order == [one for one in ((rank + 1 + step) % ranks for step in range(ranks)) if one < blocks]
+
+
+@pytest.mark.parametrize("tile", fused.DECODE_TILES)
+@pytest.mark.parametrize("ahead", [0, 512])
+def test_tiles_of_few_rows_fill_half_an_sm_or_all_of_it(tile: tuple[int, int], ahead: int) -> None:
+    plan = replace(plan_of(tile, 1), ahead=ahead)
+    step, stages = fused.decode_step(plan, True), fused.decode_stages(plan, True)
+    held = 2 * (tile[0] + tile[1]) * step * (stages - (tile[0] < 64))
+    assert held + 2 * tile[0] * tile[1] <= (fused.HALF_SHARED if ahead else fused.ALL_SHARED)
+    assert held >= 64 << 10  # bytes under way
+    assert fused.decode_stages(plan, False) == 4
 
 
 @pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul"])
@@ -313,10 +360,16 @@ def test_the_planner_knows_fused_plans(operator: str, m: int) -> None:
 
 @pytest.mark.parametrize(
     ("operator", "m", "times"),
-    [("matmul_reduce_scatter", 8192, 2 * 5 / 4), ("matmul_all_reduce", 8192, 2 * 5 / 4), ("matmul_all_reduce", 64, 16)],
+    [
+        ("matmul_reduce_scatter", 8192, 2 * 5 / 4),
+        ("matmul_all_reduce", 8192, 2 * 5 / 4),
+        ("matmul_all_reduce", 4, 16),
+        ("matmul_all_reduce", 64, 4),
+    ],
 )
 def test_what_a_stage_takes_is_known(operator: str, m: int, times: float) -> None:
-    """Slots of all ranks and sums, of both turns; of few rows packets of twice the bytes from every rank."""
+    """Slots of all ranks and sums, of both turns; of few rows packets of twice the bytes from every rank, or parts of
+    own columns from every rank, and sums of all."""
     asked = problem(operator, m=m)
     assert fused.stage_bytes(asked, fused_plan(asked, "peer")) == times * asked.result_bytes
     gathers = problem("all_gather_matmul", m=m)

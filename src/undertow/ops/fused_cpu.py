@@ -10,6 +10,7 @@ plan means is tested without a GPU:
     gather   for rank r - 1, r - 2, ...: its rows r = x, band after band
              for tile of own rows, then of ranks r + 1, ...: wait for the band, y = finish(x @ w)
     decode   for block of columns, part of K: slot of every rank = x @ w;   y = finish(sum over all slots)
+    owned    as scatter (all_reduce), of few rows: tiles are blocks of columns that belong to ranks in turn
     Rows that change ranks (all_to_all): `tokens_cpu.py`.
 
 Memory and words are used in turn by two calls. A call announces itself to all; nobody writes for call n before the
@@ -154,15 +155,20 @@ def _scatter(
     assert plan.tile is not None
     rank, size, n = fabric.group.rank, fabric.group.size, problem.n
     broadcast = problem.operator == "matmul_all_reduce"
-    shards = fused.owned(problem, plan)
-    padded = fused.padded_rows(shards, plan)
+    if fused.form(problem, plan) == fused.OWNED:
+        padded, lines = problem.m, -(-n // plan.tile[1])
+        made = fused.column_table(problem.m, n, plan, size, rank)
+    else:
+        shards = fused.owned(problem, plan)
+        padded = fused.padded_rows(shards, plan)
+        lines = sum(-(-rows // plan.tile[0]) for rows in shards) * -(-n // plan.tile[1])
+        made = fused.scatter_table(shards, n, plan, rank, broadcast)
     plane = padded * n
-    lines = sum(-(-rows // plan.tile[0]) for rows in shards) * -(-n // plan.tile[1])
     stage = room(fabric, "scatter", x.dtype, (size + 1) * plane, lines * (size + 1))
 
     def call() -> None:
         turn = Turn(fabric.group, stage)
-        table = fused.scatter_table(shards, n, plan, rank, broadcast).tolist()
+        table = made.tolist()
         sums = size * plane  # where a rank keeps what it has summed
         for row, rows, column, columns, shard_row, line, owner, out_row in table:
             if owner == rank:

@@ -17,9 +17,10 @@ import torch
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric
 from ..plan import fused
+from . import fused_few
 from .cuda_product import device_table
 from .finish import Finish
-from .fused_launch import ALIGNED, active, descriptor, factors, finishing, watch
+from .fused_launch import ALIGNED, Launch, Make, active, descriptor, factors, finishing, watch
 from .fused_stage import Stage, load, stage_of
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
     from ..plan.problem import Problem
     from .beside import Arriving
-
-Launch = Callable[[torch.Tensor, int], None]
 
 
 def prepare(
@@ -43,8 +42,10 @@ def prepare(
 ) -> Callable[[], None]:
     """The whole call of any operator by one kernel, then a norm that may follow: what enqueues it, once."""
     assert isinstance(fabric, CudaFabric)
-    make = {fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: _decode}[fused.form(problem, plan)]
-    stage, launch = make(x, w, y, problem, plan, finish, fabric)
+    makers: dict[str, Make] = {
+        fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: fused_few.at_once, fused.OWNED: fused_few.owned,
+    }  # fmt: skip
+    stage, launch = makers[fused.form(problem, plan)](x, w, y, problem, plan, finish, fabric)
     stage.follow(fabric.device)
 
     def call() -> None:
@@ -236,39 +237,3 @@ def gather_launch(
     variant = (both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
     load(fabric, stage, ("gather", announced, plan.pull, plan.tile, plan.piece, x.dtype, both.grouped), variant, launch)
     return launch
-
-
-# -- matmul_all_reduce of few rows -------------------------------------------------------------------------------------
-
-
-def _decode(
-    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
-) -> tuple[Stage, Launch]:
-    from ..kernels.fused_decode import fused_decode_kernel
-
-    assert plan.tile is not None
-    block_m, block_n = plan.tile
-    size, n, m = fabric.group.size, problem.n, problem.m
-    sources = size * plan.split
-    stage = stage_of(fabric, ("decode",), fused.stage_elements(problem, plan), 1, torch.int64)
-    both = factors(x, w, fabric.bulk_copies)
-    bias, ends = finishing(finish, y)
-    rows_at_once = max(1, 256 // (block_n // 2))
-    at_once = 1
-    while at_once * 2 * sources <= fused.MOST_PACKETS and at_once * rows_at_once < m:
-        at_once *= 2
-    stages = 5 if block_m < 64 and fabric.bulk_copies else 4
-
-    def launch(epochs: torch.Tensor, working: int) -> None:
-        kernel: Any = fused_decode_kernel
-        kernel[(fabric.multiprocessors,)](
-            *both.operands((block_m, block_n)), y, bias, stage.bases, stage.data.local, epochs, m, n, both.inner,
-            working, *both.strides[:2], stage.half, fabric.group.rank, *watch(fabric), BLOCK_M=block_m, BLOCK_N=block_n,
-            SPLIT=plan.split, RANKS=size, LANES=256, AT_ONCE=at_once, **ends,
-            **(both.constants | {"num_stages": stages}),
-        )  # fmt: skip
-
-    common = "decode", plan.tile, plan.split, at_once, x.dtype, *ends.values()
-    variant = (both.transposed, n % 16, both.inner % 16, y.data_ptr() % 16)
-    load(fabric, stage, common, variant, launch)
-    return stage, launch

@@ -6,6 +6,7 @@ GPUs with TMA read operands by tensor descriptors, others by pointers; which of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,10 @@ from .finish import ACTIVATIONS, Finish
 if TYPE_CHECKING:
     from ..fabric.cuda import CudaFabric
     from ..plan.plan import Plan
+    from .fused_stage import Stage
 
+Launch = Callable[[torch.Tensor, int], None]  # given the words that count calls, and how many CTAs work
+Make = Callable[..., "tuple[Stage, Launch]"]  # x, w, y, problem, plan, finish, fabric: memory for calls, and the launch
 ALIGNED = 8  # elements of 2 bytes: rows of whole 16 bytes
 _BLOCK_K = {True: 64, False: 32}  # by whether there is TMA
 _STAGES = 4
@@ -26,12 +30,16 @@ _STAGES = 4
 
 @dataclass(frozen=True)
 class Factors:
-    """a [M, K] and b, [K, N] or (`transposed`) [N, K], or one of them for each expert, as the kernels read them."""
+    """a [M, K] and b, [K, N] or (`transposed`) [N, K], or one of them for each expert, as the kernels read them.
+
+    `block_k`: elements along K that are multiplied at once.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
     transposed: bool
     bulk: bool
+    block_k: int
 
     @property
     def inner(self) -> int:
@@ -40,10 +48,6 @@ class Factors:
     @property
     def grouped(self) -> bool:
         return self.b.dim() == 3
-
-    @property
-    def block_k(self) -> int:
-        return _BLOCK_K[self.bulk]
 
     @property
     def strides(self) -> tuple[int, int, int]:
@@ -65,7 +69,7 @@ class Factors:
         return descriptor(self.a, [tile[0], self.block_k]), descriptor(self.b, [1, *last] if self.grouped else last)
 
 
-def factors(x: torch.Tensor, w: torch.Tensor, bulk: bool) -> Factors:
+def factors(x: torch.Tensor, w: torch.Tensor, bulk: bool, block_k: int | None = None) -> Factors:
     """x [M, K] and w [K, N] or [experts, K, N]. Where they do not lie so, they are copied, K padded with zeros.
 
     Without TMA, K comes in whole eights, and what lies behind a row's end must be there to be read.
@@ -75,7 +79,7 @@ def factors(x: torch.Tensor, w: torch.Tensor, bulk: bool) -> Factors:
     k, n = x.shape[1], w.shape[-1]
     whole = bulk or (k % ALIGNED == 0 and (transposed or n % ALIGNED == 0))
     if readable(a) and readable(b) and whole:
-        return Factors(a, b, transposed, bulk)
+        return Factors(a, b, transposed, bulk, block_k or _BLOCK_K[bulk])
     inner, wide = (max(ALIGNED, -(-one // ALIGNED) * ALIGNED) for one in (k, n))
     if not readable(a) or inner != k:
         copied = x.new_zeros(max(1, x.shape[0]), inner)
@@ -85,7 +89,7 @@ def factors(x: torch.Tensor, w: torch.Tensor, bulk: bool) -> Factors:
         copied = w.new_zeros(*w.shape[:-2], inner, wide)
         copied[..., :k, :n] = w
         b, transposed = copied[..., :n], False
-    return Factors(a, b, transposed, bulk)
+    return Factors(a, b, transposed, bulk, block_k or _BLOCK_K[bulk])
 
 
 def readable(tensor: torch.Tensor) -> bool:

@@ -4,13 +4,14 @@ serial     the whole product first; what moves is cut only to keep a link busy i
 chunked    CHUNKS equal parts of the rows
 signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
            (moved by a collective program: always of whole bands)
-fused      all SMs but one compute, and move what they compute; few rows go to all ranks at once (`fused.py`)
+fused      all SMs but one compute, and move what they compute (`fused.py`)
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 from . import fused
 from .plan import EMBEDDING, SLICES, Plan, Share, split
@@ -34,6 +35,8 @@ BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find r
 _PROGRAM_CTAS = 8
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
 _SPARE = 1  # SM that a fused call leaves to kernels of others
+_AT_ONCE_ROWS = 32  # of all ranks together: few rows that each rank sends to all
+_AHEAD_BYTES = 128 << 10  # of weights that a CTA of few rows asks for before its turn
 
 
 def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
@@ -54,22 +57,23 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
 
 
 def fused_plan(problem: Problem, lane: str) -> Plan:
-    """A fused plan. On a GPU: few rows go to all ranks at once, and who gathers has enough CTAs to bring the rows."""
+    """A fused plan. On a GPU: few rows have forms of their own, and who gathers has enough CTAs to bring the rows."""
     if problem.device == "cpu":
-        tile, split = _tile(problem), 0
+        tile = _tile(problem)
         if problem.operator == "matmul_all_reduce":  # every rank owns bands of it
             tile = max(1, min(tile[0], -(-problem.m // problem.ranks))), tile[1]
     else:
         evenly = problem.operator in ("matmul_all_reduce", "matmul_all_to_all")  # or by splits that change
         shortest = problem.m // problem.ranks if evenly else min(problem.shards)
-        tile, split = fused_tile(problem, shortest), 0
-        if problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
-            tile = next(one for one in fused.DECODE_TILES if one[0] >= problem.m)
-            split = 1
+        tile = fused_tile(problem, shortest)
+    few: dict[str, Any] = {}
+    if problem.device == "cuda" and problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
+        few = _few_rows(problem)
+        tile = few.pop("tile")
     piece, share, bands, loaders = 1024, Share(), 1, 0
     pull = problem.operator == "all_gather_matmul" and problem.device == "cuda" and problem.together
     if problem.device == "cuda":  # an SM stays free where ranks wait for each other: other kernels must not
-        scatters = problem.operator in ("matmul_reduce_scatter", "matmul_all_reduce") and split == 0
+        scatters = problem.operator in ("matmul_reduce_scatter", "matmul_all_reduce") and not few
         active = max(1, problem.multiprocessors - (0 if scatters else _SPARE))
         bands = _usual_bands(problem, tile[0])
         waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
@@ -78,9 +82,23 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
         piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
     return Plan(
-        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem),
-        piece=piece, split=split, pull=pull,
+        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem), piece=piece, pull=pull,
+        **few,
     )  # fmt: skip
+
+
+def _few_rows(problem: Problem) -> dict[str, Any]:
+    """How few rows are multiplied and summed: sent to all ranks at once, or by owners of columns.
+
+    Everything to everybody takes one way, owners two; but of ranks * rows each rank gets so many times less.
+    """
+    tall = next(rows for rows in (16, 32, 64) if rows >= problem.m)
+    at_once = problem.m * problem.ranks <= _AT_ONCE_ROWS
+    wide = 128 if tall == 64 and not at_once else 64
+    ahead = _AHEAD_BYTES // (2 * wide) if problem.bulk else 0
+    return {
+        "tile": (tall, wide), "split": int(at_once), "owners": "rows" if at_once else "columns", "ahead": ahead,
+    }  # fmt: skip
 
 
 def fused_tile(problem: Problem, rows: int) -> tuple[int, int]:

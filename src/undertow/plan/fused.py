@@ -10,6 +10,8 @@ gather     all_gather_matmul: a tile waits for its band of rows. Own rows first,
            this rank's memory, or (`plan.pull`) in that of their owner, where the tile reads them.
            all_to_all_matmul: the same, of the rows that others have for this rank (`tokens.py`).
 decode     matmul_all_reduce of few rows: a block of columns, and perhaps a part of K, goes to every rank.
+owned      matmul_all_reduce of more rows, though few: a block of columns goes to its owner, whose sum goes to all.
+           Ranks own blocks in turn; a rank computes those of the following ranks first, its own last.
 
 Tiles are walked in groups of `group_bands` bands, column by column, as everywhere (`tiles.py`). Each group streams all
 weights once, and they are often larger than the L2 cache: where a shard has fewer bands than a group, a group of its
@@ -48,7 +50,8 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .problem import Problem
 
-SCATTER, EXCHANGE, GATHER, DECODE = "scatter", "exchange", "gather", "decode"
+SCATTER, EXCHANGE, GATHER, DECODE, OWNED = "scatter", "exchange", "gather", "decode", "owned"
+OF_FEW_ROWS = (DECODE, OWNED)
 MOST_RANKS = 8  # of the GPU kernels, which are unrolled over them
 MOST_DECODE_ROWS = 64
 MOST_PACKETS = 32  # polled together
@@ -59,7 +62,11 @@ SUM_PARTS = 8  # of a tile's rows, each summed by another CTA
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
-DECODE_TILES = ((16, 256), (32, 256), (64, 256), (16, 128), (32, 128), (64, 128))
+DECODE_TILES = tuple((rows, columns) for columns in (256, 128, 64) for rows in (16, 32, 64))
+AHEAD = (0, 256, 512, 1024, 2048)  # elements along K
+HALF_SHARED = 113 << 10  # bytes of shared memory of which two CTAs find room on an SM; the most that one may have:
+ALL_SHARED = 227 << 10
+HALF_REGISTERS = 128  # of each of 256 threads: two such CTAs find room on an SM
 # Columns of the line of a table; the first four are those of `reorder`.
 ROW, ROWS, COLUMN, COLUMNS, SHARD_ROW, TILE_LINE, OWNER, OUT_ROW = range(8)
 PLACE, STRIDE, BAND_LINE, SOURCE = 4, 5, 6, 7
@@ -72,7 +79,9 @@ def form(problem: Problem, plan: Plan) -> str:
         return GATHER
     if problem.operator == "matmul_all_to_all":
         return EXCHANGE
-    return DECODE if problem.operator == "matmul_all_reduce" and plan.split > 0 else SCATTER
+    if problem.operator != "matmul_all_reduce":
+        return SCATTER
+    return DECODE if plan.split > 0 else OWNED if plan.owners == "columns" else SCATTER
 
 
 def own_last(problem: Problem) -> bool:
@@ -157,6 +166,9 @@ def stage_elements(problem: Problem, plan: Plan) -> int:
         return problem.m * problem.n
     if form(problem, plan) == DECODE:  # a packet holds two columns
         return problem.ranks * plan.split * problem.m * (problem.n // 2)
+    if form(problem, plan) == OWNED:  # whole tiles: parts and sums
+        assert plan.tile is not None
+        return 2 * column_groups(problem, plan) * problem.ranks * plan.tile[0] * plan.tile[1]
     return (problem.ranks + 1) * padded_rows(owned(problem, plan), plan) * problem.n
 
 
@@ -164,6 +176,47 @@ def stage_bytes(problem: Problem, plan: Plan) -> int:
     """Symmetric memory of both turns on a GPU, without words."""
     packet = 8 if form(problem, plan) == DECODE else problem.item_size
     return 2 * packet * stage_elements(problem, plan)
+
+
+def column_groups(problem: Problem, plan: Plan) -> int:
+    """How many blocks of columns each rank owns: the last ones may have no columns."""
+    assert plan.tile is not None
+    return -(-problem.n // (problem.ranks * plan.tile[1]))
+
+
+@lru_cache(256)
+def column_table(m: int, n: int, plan: Plan, ranks: int, rank: int) -> Integers:
+    """[tiles, 8]: `scatter_table` where block b of columns belongs to rank b mod ranks: all rows, no other bands."""
+    assert plan.tile is not None
+    block_n = plan.tile[1]
+    block = np.arange(-(-n // block_n))
+    block = block[np.argsort((block - rank - 1) % ranks, kind="stable")]  # of ranks r + 1, r + 2, ..., r
+    table = np.zeros((len(block), 8), dtype=np.int64)
+    table[:, ROWS], table[:, COLUMN], table[:, TILE_LINE], table[:, OWNER] = m, block * block_n, block, block % ranks
+    table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
+    table.flags.writeable = False  # it is handed out again
+    return table
+
+
+def decode_step(plan: Plan, bulk: bool) -> int:
+    """Elements along K of a tile of few rows that are multiplied at once: 16 KB of weights or more with TMA."""
+    assert plan.tile is not None
+    return (128 if plan.tile[1] == 64 else 64) if bulk else 32
+
+
+def decode_stages(plan: Plan, bulk: bool) -> int:
+    """How many of those are under way. Where the next call is to find room beside this one, they fill half an SM.
+
+    From 64 rows on (wgmma) what is multiplied is another one, and results pass through shared memory, too.
+    """
+    assert plan.tile is not None
+    block_m, block_n = plan.tile
+    if not bulk:
+        return 4
+    room = HALF_SHARED if plan.ahead else ALL_SHARED
+    rest = 1024 + 2 * block_m * block_n  # barriers; a tile of 16 bits on its way to memory
+    held = (room - rest) // (2 * (block_m + block_n) * decode_step(plan, bulk))
+    return max(2, min(8, held + (block_m < 64)))
 
 
 @lru_cache(256)

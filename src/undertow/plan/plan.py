@@ -30,7 +30,8 @@ OPERATORS = {
 EMBEDDING, SLICES = "embedding_all_to_all", "slices"
 """The operator that has no product, and the order of its plans; `bags.py` says what it is."""
 ORDERS = (*OPERATORS.values(), SLICES)
-_FUSED_FIELDS = {"piece": 1024, "split": 0, "pull": False}
+OWNERS = ("rows", "columns")
+_FUSED_FIELDS = {"piece": 1024, "split": 0, "owners": "rows", "ahead": 0, "pull": False}
 """What only fused plans have, and what it is elsewhere."""
 
 
@@ -60,8 +61,10 @@ class Plan:
 
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
     `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
-    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. A rank's own
-    tiles come last where who computes them waits for others (`fused.own_last`); `order` and `layout` are "natural".
+    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. `owners`: ranks
+    own "rows" or, where few rows are summed by owners (all_reduce), "columns". `ahead`: of few rows on a GPU, elements
+    along K whose weights a call asks for before the launch in front of it has ended, 0: it begins after that. A rank's
+    own tiles come last where who computes them waits for others (`fused.own_last`); `order` and `layout` are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
@@ -85,6 +88,8 @@ class Plan:
     deterministic: bool = False
     piece: int = 1024
     split: int = 0
+    owners: str = "rows"
+    ahead: int = 0
     pull: bool = False
 
     @property
@@ -148,13 +153,10 @@ class Plan:
             ("group_bands", self.group_bands, "at least 1", _whole(self.group_bands, 1)),
             ("piece", self.piece, "at least 1", _whole(self.piece, 1)),
             ("split", self.split, "at least 0", _whole(self.split, 0)),
+            ("owners", self.owners, f"one of {', '.join(OWNERS)}", self.owners in OWNERS),
+            ("ahead", self.ahead, "at least 0", _whole(self.ahead, 0)),
             ("pull", self.pull, "true or false", isinstance(self.pull, bool)),
-            (
-                "split",
-                self.split,
-                "as piece and pull what others have unless it is fused",
-                self._fits_its_grain(),
-            ),
+            *self._of_its_grain(),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
             ("layout", self.layout, f"one of {', '.join(LAYOUTS)}", self.layout in LAYOUTS),
             ("program", self.program, "a text", isinstance(self.program, str)),
@@ -167,8 +169,11 @@ class Plan:
             if not good:
                 raise InvalidArgument(argument=f"plan.{field}", was=repr(was), must=must)
 
-    def _fits_its_grain(self) -> bool:
-        return self.grain == "fused" or all(getattr(self, name) == usual for name, usual in _FUSED_FIELDS.items())
+    def _of_its_grain(self) -> list[tuple[str, Any, str, bool]]:
+        """What only fused plans have."""
+        found = [(name, getattr(self, name), usual) for name, usual in _FUSED_FIELDS.items()]
+        fused = self.grain == "fused"
+        return [(name, was, f"{usual} unless the grain is fused", fused or was == usual) for name, was, usual in found]
 
     def _packs_what_stays(self) -> bool:
         return self.grain == "signaled" and self.order == "rotated" and self.layout == "packed"
@@ -224,16 +229,36 @@ class Plan:
             raise InvalidArgument(argument="plan", was=f"{self.name}, but {reason}", must="serial, chunked or signaled")
         form = fused.form(problem, self)
         few = problem.m <= fused.MOST_DECODE_ROWS and self.split * problem.ranks <= fused.MOST_PACKETS
-        tiles = fused.DECODE_TILES if form == fused.DECODE else fused.gpu_tiles(problem)
+        of_few = form in fused.OF_FEW_ROWS
+        tiles = fused.DECODE_TILES if of_few else fused.gpu_tiles(problem)
         tile_fits = problem.device == "cpu" or self.tile in tiles
-        if form == fused.DECODE and self.tile is not None:
+        if of_few and self.tile is not None:
             tile_fits = tile_fits and self.tile[0] >= problem.m
+        whole = problem.operator == "matmul_all_reduce" and not self.split  # sums that every rank gets
         gathers = problem.operator == "all_gather_matmul"  # elsewhere nothing comes in pieces, and K is a rank's own
         pieces = fused.parts(self, problem.k) if gathers else 0
         last = fused.own_last(problem)
         limits: tuple[tuple[str, object, str, bool], ...] = (
             ("parcels", list(self.parcels), "one: each tile moves by itself", len(self.parcels) == 1),
-            ("tile", self.tile, f"one of {list(tiles)} that holds all rows where K is split", tile_fits),
+            (
+                "owners",
+                self.owners,
+                f"rows for a {problem.operator} of split {self.split}",
+                self.owners == "rows" or whole,
+            ),
+            ("owners", self.owners, f"rows for {problem.m} rows", self.owners == "rows" or few),
+            (
+                "tile",
+                self.tile,
+                f"one of {list(tiles)} that holds all rows where K is split or columns are owned",
+                tile_fits,
+            ),
+            (
+                "ahead",
+                self.ahead,
+                f"one of {fused.AHEAD}, and 0 unless few rows are multiplied on a GPU with TMA",
+                self.ahead == 0 or (of_few and problem.bulk and problem.device == "cuda" and self.ahead in fused.AHEAD),
+            ),
             ("split", self.split, f"0 for {problem.m} rows and {problem.ranks} ranks", not self.split or few),
             ("split", self.split, f"0 for {problem.operator}", not self.split or form == fused.DECODE),
             (

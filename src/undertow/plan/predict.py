@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import pipeline, staged
+from . import fused, pipeline, staged
 from .machine import at
 from .pipeline import Step
 from .plan import EMBEDDING
@@ -136,22 +136,24 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     communication, speed = collective_seconds(problem, machine, plan.lane, nbytes)
     if plan.pull:  # each rank's rows are copied once
         communication /= max(1, problem.ranks - 1)
-    if machine.device == "cpu" or plan.split:
+    if machine.device == "cpu" or fused.form(problem, plan) in fused.OF_FEW_ROWS:
         return Prediction(gemm, communication, 0.0, gemm + communication)
     after = fused_rest_seconds(problem, machine)
     slow = machine.slowdowns.gemm_slowdown(
         plan.lane, speed, workers_of(problem, plan), plan.share.communication_ctas or 0
     )
     both = min(gemm * slow, communication)  # seconds in which both run
-    total = max(gemm + both * (1 - 1 / slow), communication) + after
+    # What the last wave made moves after it, and nothing before the first is over. Rows that are gathered move at once.
+    waves = math.inf if gathers else max(1, problem.grid(plan).waves(workers_of(problem, plan)))
+    total = max(gemm + both * (1 - 1 / slow) + communication / waves, communication + gemm / waves) + after
     return Prediction(gemm, communication, 0.0, total)
 
 
 def fused_rest_seconds(problem: Problem, machine: Machine) -> float:
-    """What a fused call does when its last tile is computed: that tile's way, and sums."""
+    """What a fused call does when its last tile is computed: that tile's way, and a copy; sums are made beside it."""
     signal = machine.stream_seconds if machine.work.signal is None else machine.work.signal
-    passes = {"matmul_reduce_scatter": 0.5, "matmul_all_reduce": 1.5, "matmul_all_to_all": 1.0}  # a copy is 1
-    rest = passes.get(problem.operator, 0.0) * problem.result_bytes / copy_speed(machine)
+    copied = problem.result_bytes if problem.operator == "matmul_all_to_all" else 0
+    rest = copied / copy_speed(machine)
     return signal + machine.work.skew + rest
 
 

@@ -119,9 +119,17 @@ def fused_plans(problem: Problem) -> list[Plan]:
         found += [dataclasses.replace(first, share=share) for share in shares]
         if problem.together:  # pushing takes more of the memory they share, and reads less often what is far
             found.append(fused_plan(dataclasses.replace(problem, together=False), "peer"))
-    elif first.split and first.tile is not None:
-        found.append(dataclasses.replace(first, tile=(first.tile[0], first.tile[1] // 2)))
+    elif fused.form(problem, first) in fused.OF_FEW_ROWS and first.tile is not None:
+        found += [dataclasses.replace(first, **other) for other in _other_ways(first)]
     return list({plan.digest: plan for plan in found}.values())
+
+
+def _other_ways(first: Plan) -> list[dict[str, Any]]:
+    """What else few rows may be multiplied and summed by: other columns of a tile, the other exchange."""
+    assert first.tile is not None
+    rows, columns = first.tile
+    owners = {"split": 0, "owners": "columns"} if first.split else {"split": 1, "owners": "rows"}
+    return [{"tile": (rows, 64 if columns > 64 else 128), "ahead": min(first.ahead, 512)}, owners]
 
 
 def _slices(problem: Problem, lane: str) -> dict[str, Plan]:

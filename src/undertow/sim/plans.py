@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..plan import fused as forms
 from ..plan import predict
 from ..plan.machine import Machine
 from ..plan.plan import Plan
@@ -70,7 +71,7 @@ class _Call:
     def fused(self) -> None:
         """Every wave's bytes move on their own, by the one kernel; rows come shard by shard, own ones without a wait.
 
-        What goes to all ranks at once, and what a CPU does, is moved when it is computed.
+        What few rows give, and what a CPU does, is moved when it is computed.
         """
         problem, plan, machine = self.problem, self.plan, self.machine
         assert plan.tile is not None
@@ -79,7 +80,7 @@ class _Call:
         waves = -(-tiles // self.workers)
         one = predict.tile_seconds(problem, machine, plan.tile, self.workers)
         moves = self.moving(problem.m * (problem.k if gathers else problem.n) * problem.item_size)
-        at_once = bool(plan.split) or machine.device == "cpu"
+        at_once = forms.form(problem, plan) in forms.OF_FEW_ROWS or machine.device == "cpu"
         steps = max(1, problem.ranks - 1)
         came = [-1] + [self._part(step, moves, steps, -1) for step in range(steps)] if gathers else []
         sent, made = [], -1
