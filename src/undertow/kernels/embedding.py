@@ -15,6 +15,7 @@ fixed turns, slice after slice in the order of the list: remote ones first, says
              source, source_stride where rows come from (`spread_kernel`), counted from `origin`
              choice, distance      address of the int32 word by which the destination says which of its places is free
                                    (1 for the first), and elements between two places; 0 where there is one place only
+             to, there             of a slice that is posted (`embedding_posts.py`): to whom, and where it lands; or -1
     tables   pointer, rows, dim, stride      the rows held here
              column                          where its values go in a destination row
              offsets                         position of its first bag in `offsets`
@@ -58,10 +59,11 @@ from .signals import (
     signal_set_each,
 )
 
-SLICE_WORDS = 11
+SLICE_WORDS = 13
 TABLE_WORDS = 8
 TICKET_WORDS = 32  # 32-bit words between two tickets: one cache line each
 _SLICE, _TABLE, _TICKET = tl.constexpr(SLICE_WORDS), tl.constexpr(TABLE_WORDS), tl.constexpr(TICKET_WORDS)
+_COLUMN = tl.constexpr(4)
 
 
 @triton.jit
@@ -162,16 +164,19 @@ def _item(item, items, blocks, TOGETHER: tl.constexpr):
 def _pool_items(
     entry, destination, mine, items, programs, tables, values, offsets, weights, value_count, element: tl.constexpr,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ALIGNMENT: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTS: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr,
+    WEIGHTS: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, columns=_COLUMN,
 ):  # fmt: skip
-    """Items `mine`, `mine` + `programs`, ... of the slice at `entry`, whose first row goes to `destination`."""
+    """Items `mine`, `mine` + `programs`, ... of the slice at `entry`, whose first row goes to `destination`.
+
+    `columns`: the word of a table that says where its values go there.
+    """
     destination_stride, first, bags = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
     blocks = tl.cdiv(bags, BAGS)
     for item in range(mine, items, programs):
         number, block = _item(item, items, blocks, TOGETHER)
         about = tables + number * _TABLE
         table = tl.load(about).to(tl.pointer_type(element))
-        rows, stride, column = tl.load(about + 1), tl.load(about + 3), tl.load(about + 4)
+        rows, stride, column = tl.load(about + 1), tl.load(about + 3), tl.load(about + columns)
         offset, first_row = tl.load(about + 5), tl.load(about + 6)
         bag = block * BAGS + tl.arange(0, BAGS)[:, None]
         present = bag < bags

@@ -111,11 +111,12 @@ def fused_plans(problem: Problem) -> list[Plan]:
 
 
 def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
-    """Of embedding_all_to_all: chunks, a kernel whose slices leave as they finish, one that stores them itself."""
+    """Of embedding_all_to_all: chunks, a kernel whose slices leave as they finish, one that stores or posts them."""
     found = {}
-    for grain in ("chunked", "signaled", *(("fused",) if problem.device == "cpu" or lane == "peer" else ())):
+    for grain in ("chunked", "signaled", "fused"):
         base = default_plan(problem, grain, lane)
-        counts = {len(base.parcels), *(_CHUNKS if grain != "fused" or problem.device == "cpu" else ())}
+        stores = grain == "fused" and problem.device == "cuda" and lane == "peer"
+        counts = {len(base.parcels), *(() if stores else _CHUNKS)}
         for parts in sorted(counts):
             if 1 <= parts <= problem.m:
                 found[f"{grain} {parts}"] = dataclasses.replace(base, parcels=split(problem.m, parts))
