@@ -110,9 +110,7 @@ def test_a_place_is_told_before_anything_waits(target: str) -> None:
     assert told < waits < text.index("ld.global.v4")
 
 
-@pytest.mark.parametrize(
-    "name", ["interpreted_embedding.py", "interpreted_embedding_ops.py", "interpreted_embedding_calls.py"]
-)
+@pytest.mark.parametrize("name", [f"interpreted_embedding{one}.py" for one in ("", "_ops", "_calls", "_posts")])
 def test_arithmetic(name: str) -> None:
     folder = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name)]

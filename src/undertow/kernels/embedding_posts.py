@@ -15,8 +15,8 @@ into the result:
               counter                which of the counters of `state` is the signal's
               from                   the byte of a half at which it lands
               width, column          elements of a row there, and the first of those that are brought
-              row, rows              where they go in the result
-              to, columns            where a row goes in a row of the result, and how many elements
+              row, rows              which rows of the result they belong to
+              to, columns, stride    where they go in a row of the result, how many, elements between two rows there
 
 Nothing that changes from call to call is an argument, so a graph can replay both. `state`, in this rank's own memory:
 
@@ -44,7 +44,7 @@ from .poison import fill
 from .proxy import post_transfer
 from .signals import ABORTED, ARRIVED, LAST, NOT_LAST, last_to_finish, signal_wait
 
-ARRIVAL_WORDS = 9
+ARRIVAL_WORDS = 10
 STATE_WORDS = 2  # and one for each signal
 RING_WORDS = 6
 _ARRIVAL, _STATE = tl.constexpr(ARRIVAL_WORDS), tl.constexpr(STATE_WORDS)
@@ -145,10 +145,10 @@ def posting_kernel(
 
 @triton.jit
 def _bring(
-    arrival, half, out, stride, program, programs, element: tl.constexpr,
+    arrival, half, out, mine, items, programs, element: tl.constexpr,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """This CTA's part of what has arrived into the result; `stride`: elements between two rows of that."""
+    """Items `mine`, `mine` + `programs`, ... of what has arrived into the result."""
     size: tl.constexpr = element.primitive_bitwidth // 8
     source = (half + tl.load(arrival + 2)).to(tl.pointer_type(element))
     source = tl.multiple_of(source, ALIGNMENT * size)
@@ -157,9 +157,9 @@ def _bring(
     to = tl.multiple_of(tl.load(arrival + 7), ALIGNMENT)
     columns = tl.multiple_of(tl.load(arrival + 8), ALIGNMENT).to(tl.int32)
     result = tl.multiple_of(out.to(tl.int64).to(tl.pointer_type(element)), ALIGNMENT * size)
-    stride = tl.multiple_of(stride, ALIGNMENT)
+    stride = tl.multiple_of(tl.load(arrival + 9), ALIGNMENT)
     parts = tl.cdiv(columns, COLUMNS)
-    for item in range(program, tl.cdiv(rows, BAGS) * parts, programs):
+    for item in range(mine, items, programs):
         down = item // parts * BAGS + tl.arange(0, BAGS)[:, None]
         across = item % parts * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         mask = (down < rows) & (across < columns)
@@ -168,11 +168,11 @@ def _bring(
 
 
 @triton.jit(do_not_specialize=["like", "arrivals", "arrival_count", "memory", "half_bytes", "counters", "signals",
-                               "words", "awaited", "out", "out_bytes", "stride", "ticket", "state", "abort", "error",
+                               "words", "awaited", "out", "out_bytes", "ticket", "state", "abort", "error",
                                "deadline_ns"])  # fmt: skip
 def take_kernel(
     like, arrivals, arrival_count: tl.int32, memory: tl.int64, half_bytes: tl.int64, counters, signals: tl.int32,
-    words, awaited: tl.int32, out: tl.int64, out_bytes: tl.int64, stride: tl.int64, ticket, state, abort, error,
+    words, awaited: tl.int32, out: tl.int64, out_bytes: tl.int64, ticket, state, abort, error,
     deadline_ns: tl.int64,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNMENT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -185,8 +185,8 @@ def take_kernel(
     element: tl.constexpr = like.dtype.element_ty
     program, programs = tl.program_id(0), tl.num_programs(0)
     watch = (abort, error, deadline_ns)
-    calls, failed = tl.load(state, volatile=True), tl.load(state + 1, volatile=True)
-    half = memory + (calls & 1).to(tl.int64) * half_bytes
+    failed = tl.load(state + 1, volatile=True)
+    half = memory + (tl.load(state, volatile=True) & 1).to(tl.int64) * half_bytes
     status = tl.where(failed != 0, ABORTED, ARRIVED)
     for number in range(arrival_count):
         arrival = arrivals + number * _ARRIVAL
@@ -195,9 +195,9 @@ def take_kernel(
             before = tl.load(state + _STATE + tl.load(arrival + 1), volatile=True)
             signal = tl.load(arrival).to(tl.pointer_type(tl.int32))
             status = signal_wait(signal, before + 1, abort, deadline_ns)
-            if status == ARRIVED:
-                _bring(arrival, half, out, stride, program, programs, element, BAGS, COLUMNS, ALIGNMENT)
-    if (status != ARRIVED) & (failed == 0):
+            until = tl.where(status == ARRIVED, items, 0)
+            _bring(arrival, half, out, program, until, programs, element, BAGS, COLUMNS, ALIGNMENT)
+    if status != ARRIVED:
         _report(status, watch)
     outcome = last_to_finish(ticket, status)
     if outcome != NOT_LAST:
@@ -207,7 +207,7 @@ def take_kernel(
             if status != ARRIVED:
                 _report(status, watch)
         if status == ARRIVED:
-            tl.store(state, calls + 1)
+            tl.store(state, tl.load(state, volatile=True) + 1)
             for first in range(0, signals, LANES):
                 lanes = first + tl.arange(0, LANES)
                 counter = state + _STATE + tl.load(counters + lanes, mask=lanes < signals, other=0)

@@ -242,7 +242,7 @@ class Call:
         memory, numbers = self.space.address(rank), [signal_of(one.source, one.parcel) for one in arrivals]
         lines = [
             (signals.address(rank, number), number, self.posted.place(rank, one.source, one.row), sent[one.source],
-             one.by, one.row, one.rows, one.to, one.columns)
+             one.by, one.row, one.rows, one.to, one.columns, room)
             for one, number in zip(arrivals, numbers, strict=True)
         ]  # fmt: skip
         listed = self._table("arrivals", (*itertools.chain.from_iterable(lines), 0))
@@ -268,7 +268,7 @@ class Call:
         def take() -> None:
             kernel[grid](
                 whole, listed, counts[0], memory, self._half, counters, counts[1], words, counts[2], whole.data_ptr(),
-                counts[3], room, ticket, state, *self._watch, **constants,
+                counts[3], ticket, state, *self._watch, **constants,
             )  # fmt: skip
 
         return take
