@@ -99,10 +99,11 @@ def signal_of(source: int, parcel: int) -> int:
     return source * MOST_PARCELS + parcel
 
 
-def reached(fabric: CudaFabric, space: SymmetricBuffer) -> tuple[int, ...]:
-    """Ranks whose results this rank stores into, while the others are posted to; all of a node, or none."""
+def reached(fabric: CudaFabric, space: SymmetricBuffer) -> tuple[int, ...] | None:
+    """Ranks whose results this rank stores into, while the others are posted to. None, on all ranks, where each could
+    reach every other: `fused:peer` is for that, and whoever names another lane wants it."""
     if not fabric.lanes()["peer"]:
-        return ()  # every rank could be: `fused:peer` is for that
+        return None
     return tuple(one for one in range(fabric.group.size) if one != fabric.group.rank and space.reaches(one))
 
 
@@ -116,13 +117,13 @@ def run(
     space = fabric.workspace(f"embedding posts over {plan.lane}", _HALVES * posted.nbytes)
     number, direct = posting.attach(space), reached(fabric, space)
     result: Result | None = None
-    if direct:
+    if direct is not None:  # also where this rank reaches none: places are made collectively
         result = Exchange.of(fabric).take(layout, batches, like)
         whole = result.whole
     else:
         whole = like.new_empty(batches[fabric.group.rank], layout.room)
     posting.follow(fabric.device)
-    call = Call(fabric, posting, posted, bags, plan, space, number, whole, result, direct)
+    call = Call(fabric, posting, posted, bags, plan, space, number, whole, result, direct or ())
     with fabric.guarded_call((whole,), itself=True):
         call.launch(only_load=True)
         with half_way(fabric.group):
