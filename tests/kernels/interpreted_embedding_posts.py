@@ -6,6 +6,7 @@ memory of other ranks, which all processes share. `test_embedding_kernels.py` ru
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import multiprocessing
 import random
@@ -22,6 +23,7 @@ import triton.language as tl
 from interpreted_embedding_calls import NODES, PATIENCE, Shared, _Signals, in_processes  # noqa: F401 - a fixture
 from interpreted_embedding_ops import PLACES, POISON, no_driver  # noqa: F401 - a fixture
 
+from undertow.errors import InvalidArgument
 from undertow.kernels import embedding_posts as kernels
 from undertow.kernels import proxy, ring_layout
 from undertow.ops import embedding_all_to_all, embedding_cuda, embedding_peers, embedding_posts
@@ -213,3 +215,81 @@ def test_a_ring_that_stays_full() -> None:
     assert node.post_call(0, 1).isnan().all()
     assert node.state[:2].tolist() == [0, 1]
     giving_up.join()
+
+
+class Alone:
+    """What `embedding_posts.run` asks of a fabric, for a group of one rank whose proxy has nothing to do."""
+
+    def __init__(self, node: Posting) -> None:
+        self.group = SimpleNamespace(rank=0, size=1, deadline=PATIENCE, barrier=lambda: self.said.append("barrier"))
+        self.guard = SimpleNamespace(abort=node.abort[:1], error=torch.zeros(1, dtype=torch.int32))
+        self.multiprocessors, self.kept, self.device = 1, {}, torch.device("cpu")
+        self.said: list[str] = []
+        self._node = node
+
+    def lanes(self) -> dict[str, str]:
+        return {"peer": "", "dma": "", "net": ""}
+
+    def workspace(self, purpose: str, nbytes: int) -> Any:
+        self.said.append(purpose)
+        return SimpleNamespace(
+            address=lambda at: self._node.memory[at].data_ptr(), nbytes=nbytes, identity=3, reaches=lambda at: True
+        )
+
+    def guarded_call(self, outputs: tuple[torch.Tensor, ...], itself: bool) -> Any:
+        assert itself
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        self.said.append("settle")
+
+
+def alone(monkeypatch: pytest.MonkeyPatch, batches: list[int], dims: list[list[int]]) -> tuple[Posting, Any]:
+    node = Posting(batches, dims, seed=2, parcels=1, mixed=False)
+    arrivals = SimpleNamespace(address=lambda at, index: node.arrived[at].data_ptr() + 4 * STRIDE * index)
+
+    def made(fabric: Any, signals: int, lane: str) -> Any:
+        assert signals == len(batches) * embedding_peers.MOST_PARCELS
+        ring = {"address": node.ring.ctypes.data, "head": node.head, "capacity": CAPACITY, "signals": arrivals}
+        buffers: dict[int, Any] = {}
+        attach = lambda space: buffers.setdefault(space.identity, space).identity  # noqa: E731
+        return SimpleNamespace(**ring, buffers=buffers, attach=attach, group=fabric.group)
+
+    monkeypatch.setattr(embedding_posts, "Proxy", made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    return node, Alone(node)
+
+
+def posted_plan(samples: int, parts: int) -> Plan:
+    return Plan("fused", "dma", split(samples, parts), order=SLICES, own_last=True)
+
+
+def test_a_whole_call_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring is made once, memory is told to the proxy once; nobody has to be waited for."""
+    node, fabric = alone(monkeypatch, [5], [[8, 4]])
+    plan = completed(posted_plan(5, 2), node.layout.dims, 4, 2)
+    want = embedding_all_to_all.reference(node.tables, node.values, node.offsets, node.batches)[0]
+    for _ in range(3):
+        y = embedding_posts.run(fabric, node.bags(0), node.layout, node.batches, plan, torch.empty(0))
+        assert torch.equal(y, want)
+    assert fabric.said.count("barrier") == 1
+    assert fabric.said.count("settle") == 1, "of the ring"
+    assert set(fabric.said) == {"settle", "barrier", "embedding posts over dma"}
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sentence each: too many parcels; inside a capture, a first call, and one that ends with a barrier."""
+    node, fabric = alone(monkeypatch, [20, 0], [[8, 4], [4]])
+
+    def call(parts: int) -> None:
+        plan = completed(posted_plan(20, parts), node.layout.dims, 4, 2)
+        embedding_posts.run(fabric, node.bags(0), node.layout, node.batches, plan, torch.empty(0))
+
+    with pytest.raises(InvalidArgument, match="at most 16 where slices are posted"):
+        call(17)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InvalidArgument, match="outside a capture over dma"):
+        call(1)
+    node.batches[1] = 3
+    with pytest.raises(InvalidArgument, match="made once before it is captured"):
+        call(1)
