@@ -216,7 +216,7 @@ class Bench:
         def shape_of(plan: Any, size: int, now: Choice | None = None) -> Shape:
             vectors, ahead, registers, together = now or chosen[size, plan.group_bands >= 4]
             columns = plan.tile[1]
-            registers += 8 if plan.grain == "fused" and plan.lane != "peer" else 0  # as `plan/bags.py` has it
+            registers += 8 if plan.posts("cuda") else 0  # as `plan/bags.py` has it
             return Shape(max(1, vectors * 128 * 16 // size // columns), columns, ahead, registers, together)
 
         def tried(case: Case, choices: Iterable[Choice], what: str) -> Choice:

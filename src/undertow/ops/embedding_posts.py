@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _HALVES = 2
 _THREADS = 128
-_TAKING_CTAS = 4  # on an SM, where the plan does not say how many
+_TAKING_CTAS = 2  # on an SM, where the plan does not say how many
 _MOST_COLUMNS = 512
 _POSTING: dict[str, object] = {"dma": object(), "net": object()}  # names of what is kept with a fabric
 

@@ -32,7 +32,7 @@ def run(
 ) -> torch.Tensor:
     """[B_r, width] by `plan`. `compute` False: only what moves, for measurements; the result is then any numbers."""
     plan = completed(plan, layout.dims, like.element_size(), bags.mean_length)
-    if like.device.type == "cuda" and plan.grain == "fused" and plan.lane != "peer":
+    if plan.posts(like.device.type):
         from ..fabric.cuda import CudaFabric
         from . import embedding_posts
 

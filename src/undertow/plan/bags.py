@@ -321,11 +321,13 @@ def completed(plan: Plan, dims: Sequence[int], item_size: int, length: float) ->
 
 
 def kernel_shape(plan: Plan, item_size: int) -> Shape:
-    """Registers by how many loads are under way: with fewer the compiler would wait for one before it asks the next."""
+    """Registers by how many loads are under way: with fewer the compiler would wait for one before it asks the next.
+
+    What posts slices has more to keep.
+    """
     if plan.tile is None:
         raise InvalidArgument(argument="plan.tile", was="None", must="(bags, columns) of the lookup kernel")
     bags, columns = plan.tile
     loads = plan.group_bands * max(1, bags * columns * item_size // (_THREADS * _VECTOR_BYTES))
     registers = 64 if loads <= 4 else 80 if loads <= 8 else 128
-    posts = plan.grain == "fused" and plan.lane != "peer"  # what posts slices has more to keep
-    return Shape(bags, columns, plan.group_bands, registers + 8 if posts else registers)
+    return Shape(bags, columns, plan.group_bands, registers + 8 if plan.posts("cuda") else registers)

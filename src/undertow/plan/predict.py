@@ -78,7 +78,7 @@ def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     bounds = [0, *itertools.accumulate(stop - start for start, stop in parcels)]
     computing = _matmul_times(problem, plan, machine, bounds)
     moving = [_moving(problem, plan, machine, start, stop, max(1, bounds[-1])) for start, stop in parcels]
-    posts = plan.grain == "fused" and problem.device == "cuda" and plan.lane != "peer"
+    posts = plan.posts(problem.device)
     if plan.grain == "fused" and not posts:  # of embedding_all_to_all: rows are stored where they are wanted
         alone = sum(computing), sum(cost for cost, _ in moving)
         return Prediction(*alone, 0.0, max(alone) + machine.work.skew)

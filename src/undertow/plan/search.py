@@ -67,6 +67,8 @@ def ranked(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[tup
     """The candidates with what they are predicted to take. Lanes that the machine does not know are left out."""
     known = [lane for lane in lanes if lane in machine.lanes] or list(machine.lanes)
     plans = [plan for lane in known for plan in fixed(problem, machine, lane).values()]
+    if "peer" in known:  # who can store into all ranks' memory need not post to a proxy, whose thread would stay
+        plans = [plan for plan in plans if not plan.posts(problem.device)]
     plans += fused_plans(problem) if "peer" in known else []
     unique = {plan.digest: plan for plan in plans}
     found = [(plan, predict(problem, plan, machine)) for plan in unique.values()]
