@@ -70,6 +70,9 @@ def test_16_bytes_at_a_time_and_nothing_is_spilled(dtype: str, length: float, di
     rows = shape.ahead * shape.bags * dim * SIZES[dtype] // (128 * 16)  # loads of a thread for one step
     assert made.ptx.count("ld.global.v4") == rows
     assert not re.findall(r"st\.global\.b16\b|st\.global\.v2", made.ptx), "rows are stored 16 bytes at a time"
+    loop = made.innermost_loop("LDG.E.128")
+    asked = max(number for number, code in enumerate(loop) if "LDG.E.128" in code)
+    assert asked < next(number for number, code in enumerate(loop) if "FADD" in code), "all rows, then the first sum"
 
 
 @pytest.mark.parametrize("target", NIGHTLY_TARGETS)

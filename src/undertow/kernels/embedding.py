@@ -112,7 +112,10 @@ def _pooled(
     values, weights, table, first_row, rows, stride, start, length, across, mask,
     ALIGNMENT: tl.constexpr, WEIGHTS: tl.constexpr, UNROLL: tl.constexpr, BAGS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of BAGS bags, COLUMNS columns. `start`, `length` are [BAGS, 1], `across`, `mask` [1, COLUMNS].
+    """The sums of BAGS bags, COLUMNS columns. `start`, `length` are [BAGS], `across`, `mask` [1, COLUMNS].
+
+    What belongs to a bag has one dimension until it meets columns: of [BAGS, 1] a thread would load and keep as many
+    copies as it has columns, and compare each of them.
 
     UNROLL rows of every bag are asked for before the first is added, and the indices of the next ones before that: a
     row's address needs its index first, and one row at a time would leave memory idle.
@@ -123,7 +126,7 @@ def _pooled(
     for begin in range(0, longest, UNROLL):
         places, loaded = (), ()
         for step in tl.static_range(UNROLL):
-            index = (indices[step].to(tl.int64) - first_row).to(tl.uint64)  # unsigned: negative ones are too large
+            index = (indices[step].to(tl.int64) - first_row).to(tl.uint64)[:, None]  # unsigned: negative: too large
             offset = index.to(tl.uint32).to(tl.uint64) * stride.to(tl.uint32).to(tl.uint64)
             offset = tl.multiple_of(offset, (ALIGNMENT, ALIGNMENT))
             place = (table + (offset + across), (index < rows.to(tl.uint64)) & mask)
@@ -136,7 +139,7 @@ def _pooled(
             row = loaded[step].to(tl.float32)
             if WEIGHTS:
                 here = begin + step < length
-                row *= tl.load(weights + (start + (begin + step)), mask=here, other=0.0).to(tl.float32)
+                row *= tl.load(weights + (start + (begin + step)), mask=here, other=0.0).to(tl.float32)[:, None]
             total += row
     return total
 
@@ -178,7 +181,7 @@ def _pool_items(
         table = tl.load(about).to(tl.pointer_type(element))
         rows, stride, column = tl.load(about + 1), tl.load(about + 3), tl.load(about + columns)
         offset, first_row = tl.load(about + 5), tl.load(about + 6)
-        bag = block * BAGS + tl.arange(0, BAGS)[:, None]
+        bag = block * BAGS + tl.arange(0, BAGS)
         present = bag < bags
         places = offsets + (offset + first + bag)
         start = tl.load(places, mask=present, other=0).to(tl.int64)
@@ -199,9 +202,9 @@ def _pool_items(
                 UNROLL, BAGS, COLUMNS,
             )  # fmt: skip
             if MEAN:
-                total /= tl.maximum(length, 1).to(tl.float32)
-            to = destination + (bag.to(tl.int64) * destination_stride + (column + across))
-            tl.store(to, total.to(element), mask=present & mask)
+                total /= tl.maximum(length, 1).to(tl.float32)[:, None]
+            to = destination + (bag.to(tl.int64)[:, None] * destination_stride + (column + across))
+            tl.store(to, total.to(element), mask=present[:, None] & mask)
 
 
 _POOL = ["like", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count"]
