@@ -13,6 +13,10 @@ the slices that others posted in the last call, which they did behind their taki
 what it posted then, and it may write there again, here and at their places. Where in a call two ranks have nothing for
 each other, that proves nothing, and the call ends with a barrier of all ranks' streams; a graph cannot hold one.
 
+**Before anything waits.** Loading a kernel, pinning memory or making symmetric memory may wait for the kernels of this
+rank, and hold back the driver's calls of the proxy's thread, which a waiting kernel needs. So whatever is new is made
+on an idle stream; a call like one before it waits for nothing.
+
 **Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
 The proxy's thread serves replays as it serves calls.
 """
@@ -56,6 +60,7 @@ class Posting:
     def __init__(self, fabric: CudaFabric, lane: str) -> None:
         from ..kernels.embedding_posts import STATE_WORDS
 
+        fabric.settle()  # of the other lane's calls
         signals = fabric.group.size * MOST_PARCELS
         with torch.inference_mode(False):  # it outlives this call
             self.proxy = Proxy(fabric, signals=signals, lane=lane)
@@ -63,6 +68,7 @@ class Posting:
             self.idle = torch.zeros_like(self.state)  # for launches that only load
         fabric.settle()
         self._last: torch.cuda.Stream | None = None
+        self._name, self._largest = f"embedding posts over {lane}", 0
 
     @staticmethod
     def of(fabric: CudaFabric, lane: str) -> Posting:
@@ -76,13 +82,17 @@ class Posting:
         assert isinstance(found, Posting)
         return found
 
-    def attach(self, space: SymmetricBuffer) -> int:
-        """The number by which posts name `space`. Collective where it is new: all know it before any post does."""
+    def memory(self, fabric: CudaFabric, nbytes: int) -> tuple[SymmetricBuffer, int]:
+        """Two halves of so many bytes, and the number by which posts name them. Collective where they grow."""
+        if nbytes > self._largest and not torch.cuda.is_current_stream_capturing():
+            fabric.settle()
+            self._largest = nbytes
+        space = fabric.workspace(self._name, _HALVES * nbytes)
         is_new = space.identity not in self.proxy.buffers
         number = self.proxy.attach(space)
         if is_new:
-            self.proxy.group.barrier()
-        return number
+            self.proxy.group.barrier()  # all know it before any post names it
+        return space, number
 
     def follow(self, device: torch.device) -> None:
         """Calls on different streams come one after the other. When a graph is replayed is for its owner to order."""
@@ -114,15 +124,15 @@ def run(
     posted = Posted(layout, tuple(batches), like.element_size())
     _check(plan, posted)
     posting = Posting.of(fabric, plan.lane)
-    space = fabric.workspace(f"embedding posts over {plan.lane}", _HALVES * posted.nbytes)
-    number, direct = posting.attach(space), reached(fabric, space)
+    posting.follow(fabric.device)
+    space, number = posting.memory(fabric, posted.nbytes)
+    direct = reached(fabric, space)
     result: Result | None = None
     if direct is not None:  # also where this rank reaches none: places are made collectively
         result = Exchange.of(fabric).take(layout, batches, like)
         whole = result.whole
     else:
         whole = like.new_empty(batches[fabric.group.rank], layout.room)
-    posting.follow(fabric.device)
     call = Call(fabric, posting, posted, bags, plan, space, number, whole, result, direct or ())
     with fabric.guarded_call((whole,), itself=True):
         call.launch(only_load=True)
@@ -221,6 +231,7 @@ class Call:
         if only_load:
             if is_loaded(self.fabric, "posting", arguments, constants):
                 return _nothing, arguments[-1]
+            self.fabric.settle()
             grid, counts, state = (1,), (0, 0), self.posting.idle
         kernel: Any = embedding_posts.posting_kernel
 
@@ -263,6 +274,7 @@ class Call:
         if only_load:
             if is_loaded(self.fabric, "taking", (whole,), constants):
                 return _nothing
+            self.fabric.settle()
             grid, counts, state = (1,), (0, 0, 0, 0), self.posting.idle
         kernel: Any = embedding_posts.take_kernel
 
