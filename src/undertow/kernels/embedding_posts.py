@@ -24,7 +24,7 @@ Nothing that changes from call to call is an argument, so a graph can replay bot
 
 Calls use the two halves of the memory in turn. A signal belongs to one slice of one source: slices may be finished, and
 so be posted, in another order than they were begun. `state` is read by every CTA before it takes its last ticket, and
-changed by who takes the last one.
+changed by who takes the last one; `failed` also by a CTA whose post found no room, for the kernels behind it.
 
 Memory ordering of a post. CTAs store a slice's rows with ordinary stores, then take the slice's ticket (a CTA barrier,
 an acquire-release add at system scope); so the last one has acquired the stores of all, and the ready word that it
@@ -46,7 +46,6 @@ from .signals import ABORTED, ARRIVED, LAST, NOT_LAST, last_to_finish, signal_wa
 
 ARRIVAL_WORDS = 10
 STATE_WORDS = 2  # and one for each signal
-RING_WORDS = 6
 _ARRIVAL, _STATE = tl.constexpr(ARRIVAL_WORDS), tl.constexpr(STATE_WORDS)
 _SOURCE_COLUMN, _USUAL_COLUMN = tl.constexpr(7), tl.constexpr(4)  # words of a table
 
