@@ -11,7 +11,7 @@ import undertow as ut
 from undertow.ops import embedding_all_to_all as operator
 from undertow.ops.bags import Shard
 
-SERIAL, CHUNKED, FUSED, HOST = "serial:peer", "chunked:peer", "fused:peer", "signaled:dma"
+SERIAL, CHUNKED, FUSED, HOST, POSTED = "serial:peer", "chunked:peer", "fused:peer", "signaled:dma", "fused:dma"
 PROBLEMS = (
     (torch.float32, torch.int64, (128,)),
     (torch.bfloat16, torch.int32, (64, 128)),
@@ -53,7 +53,7 @@ def exact(group: ut.Group, seeds: range) -> int:
     """Every strategy against the plain loop; results are kept, so that places run out and are copied, too."""
     count, device = 0, group.device
     strategies = [f"{grain}:peer" for grain in ("serial", "chunked", "signaled", "fused")]
-    strategies += ["serial:dma", "signaled:dma", "chunked:dma"]
+    strategies += ["serial:dma", "signaled:dma", "chunked:dma", "fused:dma", "fused:net"]
     for seed in seeds:
         given = jagged(group, seed)
         want = operator.reference(**given)[group.rank].to(device)
@@ -61,7 +61,7 @@ def exact(group: ut.Group, seeds: range) -> int:
         weights = None if given["weights"] is None else given["weights"][group.rank].to(device)
         tables = [one.to(device) for one in given["tables"][group.rank]]
         kept = []
-        for strategy in strategies if seed == 0 else (SERIAL, FUSED, HOST):
+        for strategy in strategies if seed == 0 else (SERIAL, FUSED, HOST, POSTED):
             for _ in range(2):
                 y = ut.embedding_all_to_all(
                     tables, mine["values"], mine["offsets"], weights=weights, batches=given["batches"],
@@ -96,8 +96,8 @@ def by_rows(group: ut.Group) -> int:
         torch.nn.functional.embedding_bag(values[k * samples * 3 : (k + 1) * samples * 3].view(samples, 3), one,
                                           mode="sum") for k, one in enumerate(whole)
     ], 1).tensor_split(group.size)[rank]  # fmt: skip
-    for strategy in (SERIAL, FUSED, HOST):
+    for strategy in (SERIAL, FUSED, HOST, POSTED):
         y = ut.embedding_all_to_all(held, values, offsets, group=group, strategy=strategy)
         torch.cuda.synchronize()
         assert torch.equal(y, want), f"rows and columns: {strategy} is wrong on rank {rank}"
-    return 3
+    return 4

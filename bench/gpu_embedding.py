@@ -4,13 +4,14 @@ First exactness against a plain loop, then for every shape, in one run, interlea
 - `lookup`: own kernel, written locally, beside torch's embedding_bag, table by table and all tables as one;
 - `serial`: lookup, then the All-to-All on all SMs, over the same lane; `move`: that All-to-All alone;
 - `chunked`: four parts of the batch, each on its way while the next one is looked up;
-- `fused`: one kernel that stores into peers' results; over the host link `signaled`: slices leave behind one kernel.
+- `fused`: one kernel that stores into peers' results; over the host link `signaled`: slices leave behind one kernel,
+  and `fused`: that kernel posts them to the proxy itself.
 
 Bytes of a lookup: rows read, pooled rows written. All ranks run at once, so each has its part of the card's bandwidth.
 Over peers several calls in one CUDA graph: device time. `hidden` is the part of the All-to-All's time that fused does
 not show. Over the host link several calls in a row *without* a graph, from the first launch to the last byte: a
 captured call of that lane runs its stream operations one after the other, and calls are milliseconds long. `signaled`
-is also tried in 2, 4 and 8 equal parcels beside the plan's own; the fastest counts, and is named.
+and `fused` are also tried in 2, 4 and 8 equal parcels beside the plan's own; the fastest counts, and is named.
 
 First a few shapes of the kernel (vectors in a thread, rows ahead, registers) are tried on one problem of each kind, for
 the lookup and for fused, then how many tables take turns; what is fastest for both together runs afterwards, and is
@@ -34,15 +35,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from embedding_exact import CHUNKED, FUSED, HOST, SERIAL, exact
+from embedding_exact import CHUNKED, FUSED, HOST, POSTED, SERIAL, exact
 from embedding_report import Case, line, summary
 
 import undertow as ut
 from undertow.fabric.environment import environment
 from undertow.ops import embedding_all_to_all as operator
-from undertow.ops import embedding_cuda, embedding_peers, embedding_run
+from undertow.ops import embedding_cuda, embedding_peers, embedding_posts, embedding_run
 from undertow.ops.bags import Bags
-from undertow.plan.bags import Layout, Piece, Shape, completed
+from undertow.plan.bags import Layout, Piece, Posted, Shape, completed
 from undertow.plan.defaults import default_plan
 from undertow.plan.plan import SLICES, Plan, split
 
@@ -81,6 +82,11 @@ def cases(full: bool, ranks: int) -> list[Case]:
     every = [one for one in every if one.batch * ranks * one.tables * one.pooling <= MOST_VALUES and one not in first]
     random.Random(6).shuffle(every)
     return first + every if full else first
+
+
+def over_the_host(number: int) -> bool:
+    """Whether the case of that number is also measured over the host link, which takes long."""
+    return number % 3 == 0 or number == 1
 
 
 # -- times -------------------------------------------------------------------------------------------------------------
@@ -210,6 +216,7 @@ class Bench:
         def shape_of(plan: Any, size: int, now: Choice | None = None) -> Shape:
             vectors, ahead, registers, together = now or chosen[size, plan.group_bands >= 4]
             columns = plan.tile[1]
+            registers += 8 if plan.posts("cuda") else 0  # as `plan/bags.py` has it
             return Shape(max(1, vectors * 128 * 16 // size // columns), columns, ahead, registers, together)
 
         def tried(case: Case, choices: Iterable[Choice], what: str) -> Choice:
@@ -273,8 +280,24 @@ class Bench:
             rows = embedding_cuda.Slice(0, one.dim, 0, bags.samples, source_stride=one.dim)
             embedding_cuda.Lookup(self.fabric, bags, plan, (0,)).spread([rows], local, only_load=True)
             self.load_fused(bags, layout, local)
+        self.load_posted([one for number, one in enumerate(every) if over_the_host(number)])
         torch.cuda.synchronize()
         self.group.barrier()
+
+    def load_posted(self, every: list[Case]) -> None:
+        """Compile what posts slices and what takes them, likewise."""
+        posting = embedding_posts.Posting.of(self.fabric, "dma")
+        space = self.fabric.workspace("embedding posts over dma", 1 << 20)
+        kinds = {(one.dtype, one.dim, min(one.pooling, 10), min(one.tables * one.dim, 512)): one for one in every}
+        for one in list(kinds.values())[self.group.rank :: self.group.size]:
+            bags, layout, batches = self.bags(replace(one, batch=16))
+            size = bags.tables[0].element_size()
+            plan = default_plan(operator.problem_of(bags, layout, batches, self.group), *POSTED.split(":"))
+            plan = completed(plan, layout.dims, size, bags.mean_length)
+            posted = Posted(layout, batches, size)
+            whole = bags.tables[0].new_empty(batches[self.group.rank], layout.room)
+            call = embedding_posts.Call(self.fabric, posting, posted, bags, plan, space, 0, whole, None, ())
+            call.launch(only_load=True)
 
     def case(self, case: Case, host: bool) -> dict[str, Any]:
         group, fabric = self.group, self.fabric
@@ -316,27 +339,31 @@ class Bench:
         first, second = variants["serial"]().clone(), variants["fused"]().clone()  # type: ignore[attr-defined]
         torch.cuda.synchronize()
         raw = torch.int32 if size == 4 else torch.int16
-        same = bool(torch.equal(first.view(raw), second.view(raw)))
+        assert torch.equal(first.view(raw), second.view(raw)), f"{case}: fused and serial differ on rank {group.rank}"
+        whole = first if host and sent <= HOST_BYTES else None
         del first, second
-        assert same, f"{case}: fused and serial differ on rank {group.rank}"
         moved = bags.values.numel() * (case.dim * size + 8) + local.nbytes
         calls = max(1, min(40, int(3e-3 * 1e12 / moved)))
         self.copied = 0
         median = self.interleaved(variants, calls)
         copied = self.copied
-        if host and sent <= HOST_BYTES:
+        if whole is not None:
             calls = max(2, min(8, int(10e-3 * 12e9 / max(1, sent))))
-            signaled = planned(HOST)
             over_host = {
                 "host serial": called("serial:dma"), "host move": called("serial:dma", compute=False),
-                "host chunked": called("chunked:dma"), "host signaled": called(HOST),
+                "host chunked": called("chunked:dma"), "host signaled": called(HOST), "host fused": called(POSTED),
             }  # fmt: skip
-            for parts in HOST_PARCELS:
-                cut = replace(signaled, parcels=split(problem.m, parts))
-                if cut != signaled:
-                    over_host[f"host signaled {parts}"] = partial(
+            for strategy, parts in itertools.product((HOST, POSTED), HOST_PARCELS):
+                cut = replace(planned(strategy), parcels=split(problem.m, parts))
+                if cut != planned(strategy):
+                    over_host[f"host {cut.grain} {parts}"] = partial(
                         embedding_run.run, fabric, bags, layout, batches, cut, like
                     )
+            posted = over_host["host fused"]()
+            torch.cuda.synchronize()
+            assert isinstance(posted, torch.Tensor)
+            assert torch.equal(whole.view(raw), posted.view(raw)), f"{case}: posted differs on rank {group.rank}"
+            del posted, whole
             median |= self.interleaved(over_host, calls, in_graph=False)
         return {
             "case": vars(case), "median": median, "bytes": moved, "sent": sent, "row": case.dim * size,
@@ -373,7 +400,7 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
         if passed() > options["seconds"]:
             said("the rest is left out: time is over")
             break
-        found["cases"].append(bench.case(case, host=number % 3 == 0 or number == 1))
+        found["cases"].append(bench.case(case, host=over_the_host(number)))
         said(line(found["cases"][-1], stream["read"]))
         torch.cuda.empty_cache()
         keep()

@@ -170,6 +170,9 @@ class _Space:
     def address(self, rank: int) -> int:
         return self.local.data_ptr()
 
+    def reaches(self, rank: int) -> bool:
+        return True
+
 
 class _Graph:
     """A graph that is being captured; `is_gone` once nobody can replay it."""

@@ -16,8 +16,10 @@ from late_rank import call_without_the_last
 
 import undertow as ut
 from undertow.ops.bags import Shard
+from undertow.plan.plan import SLICES, Plan, split
 
 STRATEGIES = (*(f"{grain}:peer" for grain in suite.GRAINS), "serial:dma", "chunked:dma", "signaled:dma", "serial:net")
+POSTED = ("fused:dma", "fused:net")
 CHECKS: dict[str, Callable[[ut.Group], int]] = {}
 
 
@@ -76,10 +78,147 @@ def random_problems(group: ut.Group) -> int:
 
 
 @check
+def posted_problems(group: ut.Group) -> int:
+    """Slices that the kernel posts to the proxy: random problems one behind the other, in one slice and in several,
+    with ranks that have nothing for each other among them; and what is told of them."""
+    kept = []
+    for seed in range(16):  # most compile two kernels
+        case = suite.Case.random(group.size, 700 + seed)
+        strategy, given = POSTED[seed % 2], arguments(group, case)
+        plan = None
+        if seed % 3 == 0 and sum(case.batches):
+            samples = sum(case.batches)
+            parcels = split(samples, min(samples, (1, 5, 16)[seed // 3 % 3]))
+            plan = Plan(*strategy.split(":"), parcels, order=SLICES, own_last=True)
+        y = ut.embedding_all_to_all(**given, group=group, strategy=strategy, plan=plan)
+        told = ut.explain()
+        assert told is not None
+        assert told.plan.name == strategy
+        kept.append((strategy, seed, y, wanted(group, case)))
+    group.fabric.settle()
+    group.check()
+    for strategy, seed, y, want in kept:
+        assert torch.equal(y, want), f"{strategy}, seed {seed}, rank {group.rank}"
+    return len(kept)
+
+
+def large(group: ut.Group, tables: int = 3, dim: int = 128, batch: int = 3000) -> tuple[dict[str, Any], torch.Tensor]:
+    """Slices of megabytes, which leave in several chunks while others are pooled: small integers, all ranks meet."""
+    samples, rows = batch * group.size, 500
+    held, values = [], []
+    for rank in range(group.size):
+        generator = torch.Generator().manual_seed(rank)
+        held.append([torch.randint(-2, 3, (rows, dim), generator=generator).float() for _ in range(tables)])
+        values.append(torch.randint(0, rows, (tables * samples * 3,), generator=generator))
+    mine = slice(group.rank * batch, (group.rank + 1) * batch)
+    want = torch.cat([
+        torch.nn.functional.embedding_bag(values[rank].view(tables, samples, 3)[number, mine], table, mode="sum")
+        for rank in range(group.size) for number, table in enumerate(held[rank])
+    ], 1)  # fmt: skip
+    given: dict[str, Any] = {
+        "tables": [one.to(group.device) for one in held[group.rank]], "values": values[group.rank].to(group.device),
+        "offsets": torch.arange(0, tables * samples * 3 + 1, 3, device=group.device), "group": group,
+        "batches": [batch] * group.size,
+    }  # fmt: skip
+    return given | {"layout": ut.embedding_layout(given["tables"], group)}, want.to(group.device)
+
+
+@check
+@torch.no_grad()
+def posted_calls_in_a_row(group: ut.Group) -> int:
+    """Without a word between them: each brings other numbers, so that one that came too early or too late is seen."""
+    given, want = large(group)
+    for strategy in POSTED:
+        results = []
+        for number in range(5):
+            for one in given["tables"]:
+                one.add_(one if number else 0)  # twice as much each time
+            results.append(ut.embedding_all_to_all(**given, strategy=strategy))
+        group.fabric.settle()
+        group.check()
+        for number, y in enumerate(results):
+            assert torch.equal(y, want * 2**number), f"{strategy}, call {number}, rank {group.rank}"
+        for one in given["tables"]:
+            one.div_(16)
+    return len(POSTED)
+
+
+@check
+@torch.no_grad()
+def some_peers_are_reached(group: ut.Group) -> int:
+    """As between nodes: every other rank has a peer pointer and the rest are posted to, by one kernel."""
+    if group.device.type != "cuda":
+        return 0
+    from undertow.ops import embedding_posts  # there is a driver
+
+    usual = embedding_posts.reached
+
+    def every_other(fabric: Any, space: Any) -> tuple[int, ...]:
+        return tuple(one for one in range(group.size) if one != group.rank and (one - group.rank) % 2 == 0)
+
+    embedding_posts.reached = every_other
+    try:
+        kept = []
+        for seed in range(4):
+            case = suite.Case.random(group.size, 700 + seed)
+            y = ut.embedding_all_to_all(**arguments(group, case), group=group, strategy=POSTED[seed % 2])
+            kept.append((y, wanted(group, case)))
+        given, want = large(group)
+        kept += [(ut.embedding_all_to_all(**given, strategy="fused:dma"), want) for _ in range(4)]
+        group.fabric.settle()
+        group.check()
+    finally:
+        embedding_posts.reached = usual
+    for number, (y, want) in enumerate(kept):
+        assert torch.equal(y, want), f"call {number}, rank {group.rank}"
+    return len(kept)
+
+
+@check
+@torch.no_grad()
+def captured_posts(group: ut.Group) -> int:
+    """A graph of two posted calls, replayed on other numbers, with calls between; what cannot be captured says so."""
+    if group.device.type != "cuda":
+        return 0
+    given, want = large(group, batch=500)
+    for strategy in POSTED:
+        given["strategy"] = strategy
+        ut.embedding_all_to_all(**given)
+        group.fabric.settle()
+        group.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            first, second = ut.embedding_all_to_all(**given), ut.embedding_all_to_all(**given)
+        for scale in (1, 2, 2):
+            for one in given["tables"]:
+                one.mul_(scale)
+            want = want * scale
+            group.fabric.settle()
+            group.barrier()
+            graph.replay()
+            between = ut.embedding_all_to_all(**given)
+            graph.replay()
+            group.fabric.settle()
+            group.check()
+            for y in (first, second, between):
+                assert torch.equal(y, want), f"{strategy}, scale {scale}"
+    alone = given | {"batches": [500 * group.size, *[0] * (group.size - 1)]}
+    ut.embedding_all_to_all(**alone)
+    refused = ""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            ut.embedding_all_to_all(**alone)
+    except ut.UndertowError as error:
+        refused = str(error)
+    assert "outside a capture" in refused, refused
+    return len(POSTED)
+
+
+@check
 def gradients(group: ut.Group) -> int:
-    """Of tables, dense, over peers and through the host."""
+    """Of tables, dense, over peers and through the host, posted or not."""
     compared = 0
-    for number in range(6):
+    for number in range(8):
         case = suite.Case.random(group.size, 900 + number)
         case.dtype = torch.float32
         case.tables = [one.float() for one in case.tables]
@@ -88,7 +227,7 @@ def gradients(group: ut.Group) -> int:
         leaves = [one.weight if isinstance(one, Shard) else one for one in given["tables"]]
         for one in leaves:
             one.requires_grad_()
-        y = ut.embedding_all_to_all(**given, group=group, strategy=("fused:peer", "signaled:dma")[number % 2])
+        y = ut.embedding_all_to_all(**given, group=group, strategy=("fused:peer", "signaled:dma", *POSTED)[number % 4])
         first = sum(case.batches[: group.rank])
         slope = suite.slope(sum(case.batches), y.shape[1])[first : first + len(y)]
         y.backward(slope.float().to(group.device))
@@ -210,14 +349,14 @@ def wrong_indices_read_nothing(group: ut.Group) -> int:
 
 
 @torch.no_grad()
-def abandoned() -> str:
+def abandoned(strategy: str) -> str:
     """The last rank does not come; the kernels of the others give up at the deadline, and the group fails."""
     group = ut.init()
     table = torch.ones(8, 4, device=group.device)
     samples = 3 * group.size
     given: dict[str, Any] = {
         "tables": [table], "values": torch.ones(samples, dtype=torch.int64, device=group.device),
-        "offsets": torch.arange(samples + 1, device=group.device), "group": group, "strategy": "fused:peer",
+        "offsets": torch.arange(samples + 1, device=group.device), "group": group, "strategy": strategy,
         "layout": ut.embedding_layout([table], group), "batches": [3] * group.size,
     }  # fmt: skip
     ut.embedding_all_to_all(**given)

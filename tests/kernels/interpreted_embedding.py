@@ -59,7 +59,7 @@ def slice_list(parts: list[dict[str, int]], tables: int, block: int) -> torch.Te
     for one in parts:
         items = tables * -(-one["bags"] // block)
         lines.append([one["address"], one["stride"], one["first"], one["bags"], 0, begin, items, one.get("source", 0),
-                      one.get("source_stride", 0), one.get("choice", 0), one.get("distance", 0)])  # fmt: skip
+                      one.get("source_stride", 0), one.get("choice", 0), one.get("distance", 0), -1, 0])  # fmt: skip
         begin += items
     return torch.tensor(lines, dtype=torch.int64)
 

@@ -59,6 +59,31 @@ class CompiledKernel:
         """Bytes of spill stores and spill loads for each thread."""
         return sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", self._ptxas_log))
 
+    @cached_property
+    def sass(self) -> list[tuple[int, str]]:
+        """The machine's own instructions, each with its address: only they tell in which order loads are issued."""
+        target = re.search(r"^\.target\s+(\w+)", self.ptx, re.MULTILINE)
+        assert target, "the PTX names no target"
+        assembler = Path(get_ptxas(self.architecture).path)
+        with tempfile.TemporaryDirectory() as folder:
+            source, cubin = Path(folder) / "kernel.ptx", f"{folder}/kernel.cubin"
+            source.write_text(self.ptx)
+            subprocess.run([assembler, f"--gpu-name={target.group(1)}", source, "-o", cubin], check=True)
+            command = [assembler.with_name("cuobjdump"), "-sass", cubin]
+            text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return [
+            (int(at, 16), code) for at, code in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text, re.MULTILINE)
+        ]
+
+    def innermost_loop(self, opcode: str) -> list[str]:
+        """The shortest loop of machine instructions that has this one."""
+        backwards = [
+            (int(to, 16), at) for at, code in self.sass for to in re.findall(r"BRA.*?(0x[0-9a-f]+)", code)
+            if int(to, 16) < at
+        ]  # fmt: skip
+        bodies = [[code for at, code in self.sass if first <= at <= last] for first, last in backwards]
+        return min((one for one in bodies if any(opcode in code for code in one)), key=len)
+
     @property
     def serialised(self) -> bool:
         """Whether each wgmma waits for the one before, as ptxas has it do where it cannot tell accumulators apart."""

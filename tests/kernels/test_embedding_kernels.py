@@ -71,6 +71,17 @@ def test_16_bytes_at_a_time_and_nothing_is_spilled(dtype: str, length: float, di
 
 
 @pytest.mark.parametrize("peers", [False, True])
+@pytest.mark.parametrize("dtype", list(SIZES)[:2])
+def test_all_rows_of_a_step_are_asked_for_before_one_is_added(dtype: str, peers: bool) -> None:
+    """In the order of the machine's instructions: with too few registers the assembler would add first."""
+    for dim in (128, 256):
+        loop = compiled(dtype, dim, 10, peers=peers).innermost_loop("LDG.E.128")
+        asked = [number for number, code in enumerate(loop) if "LDG.E.128" in code]
+        assert len(asked) == 4
+        assert asked[-1] < next(number for number, code in enumerate(loop) if "FADD" in code), f"dim {dim}"
+
+
+@pytest.mark.parametrize("peers", [False, True])
 def test_tables_that_take_turns_cost_no_spills(peers: bool) -> None:
     for dtype in list(SIZES)[:2]:
         assert compiled(dtype, 128, 1, peers=peers, TOGETHER=8).spills == 0
@@ -110,9 +121,7 @@ def test_a_place_is_told_before_anything_waits(target: str) -> None:
     assert told < waits < text.index("ld.global.v4")
 
 
-@pytest.mark.parametrize(
-    "name", ["interpreted_embedding.py", "interpreted_embedding_ops.py", "interpreted_embedding_calls.py"]
-)
+@pytest.mark.parametrize("name", [f"interpreted_embedding{one}.py" for one in ("", "_ops", "_calls", "_posts")])
 def test_arithmetic(name: str) -> None:
     folder = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name)]

@@ -191,9 +191,20 @@ def test_flash_overlap_by_hand() -> None:
 
 @pytest.mark.parametrize(("m", "n", "parts"), [(8192, 2048, 4), (8192, 1024, 2), (2048, 256, 2), (32768, 2048, 8)])
 def test_lookups_leave_through_the_host_in_few_large_copies(m: int, n: int, parts: int) -> None:
+    """Behind signals of a kernel, or posted by one; what is stored into peers' memory goes as one slice."""
     problem = machines.problem("embedding_all_to_all", m=m, n=n, k=1, dtype="float32")
-    assert default_plan(problem, "signaled", "dma").parcels == split(m, parts)
-    assert {"signaled 2", "signaled 4", "signaled 8"} <= set(fixed(problem, machines.machine(), "dma"))
+    for grain in ("signaled", "fused"):
+        assert default_plan(problem, grain, "dma").parcels == split(m, parts)
+        assert {f"{grain} 2", f"{grain} 4", f"{grain} 8"} <= set(fixed(problem, machines.machine(), "dma"))
+    assert default_plan(problem, "fused", "peer").parcels == ((0, m),)
+    assert default_plan(problem, "fused", "net").parcels == split(m, 4)
+    assert [name for name in fixed(problem, machines.machine(), "peer") if name.startswith("fused")] == ["fused 1"]
+    for lanes in (["dma"], ["dma", "peer"]):  # who has peer pointers does not post
+        found = ranked(problem, machines.machine(), lanes)
+        posted = [predicted for plan, predicted in found if plan.posts("cuda")]
+        assert bool(posted) == ("peer" not in lanes)
+        for predicted in posted:  # all that arrives is brought to its place
+            assert predicted.total > predicted.communication + predicted.unpack > predicted.communication > 0
     for lane in ("peer", "net"):
         other = machines.problem("embedding_all_to_all", m=8192, n=2048, k=1, dtype="float32")
         assert default_plan(other, "signaled", lane).parcels == split(8192, 8)

@@ -67,6 +67,10 @@ class SymmetricBuffer:
             raise errors.NoPeerPointer(peer=rank, rank=self._rank, reason="it stands on another node")
         return view
 
+    def reaches(self, rank: int) -> bool:
+        """Whether `rank`'s memory can be addressed from here."""
+        return self._views[rank] is not None
+
     def address(self, rank: int) -> int:
         """Address of `rank`'s first byte in this process."""
         if self._owner is not None and 0 <= rank < len(self._addresses) and self._addresses[rank]:

@@ -7,10 +7,9 @@ number to the pair's `consumed` word after the copy in. Numbers are cyclic and l
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from typing import TYPE_CHECKING
-
-import torch
 
 from ..kernels import ring_layout
 from . import atomics, stream_memory
@@ -21,10 +20,15 @@ from .segment import PAGE
 if TYPE_CHECKING:
     from .proxy import Proxy
 
-CHUNK = 512 << 10
 SLOTS = 4
-_PLACE = PAGE + CHUNK  # a page with the full word and, from byte 128 on, the descriptor; then the bytes
-_FIELDS = 5  # destination buffer, destination offset, bytes of this chunk, signal index, whether it is the last
+_FEW_RANKS, _LARGE_CHUNK, _SMALL_CHUNK = 4, 2 << 20, 512 << 10
+_FIELDS = ctypes.c_int64 * 5
+"""Destination buffer, destination offset, bytes of this chunk, signal index, whether it is the last."""
+
+
+def chunk_bytes(ranks: int) -> int:
+    """Each chunk costs the threads of both sides some calls of the driver; many pairs would pin much memory."""
+    return _LARGE_CHUNK if ranks <= _FEW_RANKS else _SMALL_CHUNK
 
 
 class StagedDrain(Drain):
@@ -34,7 +38,9 @@ class StagedDrain(Drain):
         group = proxy.group
         self._proxy = proxy
         self._rank, self._size = group.rank, group.size
-        total = self._size * self._size * (SLOTS * _PLACE + PAGE)
+        self._chunk = chunk_bytes(self._size)
+        self._room = PAGE + self._chunk  # a page with the full word and, from byte 128 on, the header; then the bytes
+        total = self._size * self._size * (SLOTS * self._room + PAGE)
         self._ring = PinnedSegment(group, total, "the staging rings of a proxy")
         self._out = stream_memory.new_stream(group.device, priority=-1)
         self._in = stream_memory.new_stream(group.device, priority=-1)
@@ -54,14 +60,15 @@ class StagedDrain(Drain):
 
     def _pair(self, sender: int, receiver: int) -> int:
         """Address of a pair's memory: one page with the consumed word, then its chunks."""
-        return self._ring.address + (sender * self._size + receiver) * (SLOTS * _PLACE + PAGE)
+        return self._ring.address + (sender * self._size + receiver) * (SLOTS * self._room + PAGE)
 
     def _place(self, sender: int, receiver: int, number: int) -> int:
-        return self._pair(sender, receiver) + PAGE + (number % SLOTS) * _PLACE
+        return self._pair(sender, receiver) + PAGE + (number % SLOTS) * self._room
 
-    def _header(self, place: int) -> torch.Tensor:
-        offset = place - self._ring.address + 128
-        return self._ring.segment.tensor(offset, (_FIELDS,), torch.int64)
+    @staticmethod
+    def _header(place: int) -> ctypes.Array[ctypes.c_int64]:
+        """Of the chunk at `place`, without making a tensor for it: that would take longer than a small copy."""
+        return _FIELDS.from_address(place + 128)
 
     def _send_one(self) -> bool:
         if not self._waiting:
@@ -73,11 +80,12 @@ class StagedDrain(Drain):
         consumed = atomics.load(self._pair(self._rank, to))
         if _int32(number - consumed) > SLOTS:
             return False
-        size = min(CHUNK, post.byte_count - done)
+        size = min(self._chunk, post.byte_count - done)
         last = done + size == post.byte_count
         place = self._place(self._rank, to, number)
-        fields = [post.destination_buffer, post.destination_offset + done, size, post.signal_index, int(last)]
-        self._header(place)[:] = torch.tensor(fields)
+        self._header(place)[:] = [
+            post.destination_buffer, post.destination_offset + done, size, post.signal_index, int(last),
+        ]  # fmt: skip
         stream = self._out.cuda_stream
         if size:
             stream_memory.to_host(stream, place + PAGE, self._proxy.source(post) + done, size)
@@ -94,7 +102,7 @@ class StagedDrain(Drain):
         place = self._place(sender, self._rank, number)
         if atomics.load(place) != _int32(number):  # acquires header and bytes
             return False
-        buffer, offset, size, signal, last = (int(one) for one in self._header(place))
+        buffer, offset, size, signal, last = self._header(place)
         stream = self._in.cuda_stream
         if size:
             address = self._proxy.buffers[buffer].address(self._rank) + offset

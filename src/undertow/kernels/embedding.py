@@ -15,6 +15,7 @@ fixed turns, slice after slice in the order of the list: remote ones first, says
              source, source_stride where rows come from (`spread_kernel`), counted from `origin`
              choice, distance      address of the int32 word by which the destination says which of its places is free
                                    (1 for the first), and elements between two places; 0 where there is one place only
+             to, there             of a slice that is posted (`embedding_posts.py`): to whom, and where it lands; or -1
     tables   pointer, rows, dim, stride      the rows held here
              column                          where its values go in a destination row
              offsets                         position of its first bag in `offsets`
@@ -58,10 +59,11 @@ from .signals import (
     signal_set_each,
 )
 
-SLICE_WORDS = 11
+SLICE_WORDS = 13
 TABLE_WORDS = 8
 TICKET_WORDS = 32  # 32-bit words between two tickets: one cache line each
 _SLICE, _TABLE, _TICKET = tl.constexpr(SLICE_WORDS), tl.constexpr(TABLE_WORDS), tl.constexpr(TICKET_WORDS)
+_COLUMN = tl.constexpr(4)
 
 
 @triton.jit
@@ -110,7 +112,10 @@ def _pooled(
     values, weights, table, first_row, rows, stride, start, length, across, mask,
     ALIGNMENT: tl.constexpr, WEIGHTS: tl.constexpr, UNROLL: tl.constexpr, BAGS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The sums of BAGS bags, COLUMNS columns. `start`, `length` are [BAGS, 1], `across`, `mask` [1, COLUMNS].
+    """The sums of BAGS bags, COLUMNS columns. `start`, `length` are [BAGS], `across`, `mask` [1, COLUMNS].
+
+    What belongs to a bag has one dimension until it meets columns: of [BAGS, 1] a thread would load and keep as many
+    copies as it has columns, and compare each of them.
 
     UNROLL rows of every bag are asked for before the first is added, and the indices of the next ones before that: a
     row's address needs its index first, and one row at a time would leave memory idle.
@@ -121,7 +126,7 @@ def _pooled(
     for begin in range(0, longest, UNROLL):
         places, loaded = (), ()
         for step in tl.static_range(UNROLL):
-            index = (indices[step].to(tl.int64) - first_row).to(tl.uint64)  # unsigned: negative ones are too large
+            index = (indices[step].to(tl.int64) - first_row).to(tl.uint64)[:, None]  # unsigned: negative: too large
             offset = index.to(tl.uint32).to(tl.uint64) * stride.to(tl.uint32).to(tl.uint64)
             offset = tl.multiple_of(offset, (ALIGNMENT, ALIGNMENT))
             place = (table + (offset + across), (index < rows.to(tl.uint64)) & mask)
@@ -134,7 +139,7 @@ def _pooled(
             row = loaded[step].to(tl.float32)
             if WEIGHTS:
                 here = begin + step < length
-                row *= tl.load(weights + (start + (begin + step)), mask=here, other=0.0).to(tl.float32)
+                row *= tl.load(weights + (start + (begin + step)), mask=here, other=0.0).to(tl.float32)[:, None]
             total += row
     return total
 
@@ -162,18 +167,21 @@ def _item(item, items, blocks, TOGETHER: tl.constexpr):
 def _pool_items(
     entry, destination, mine, items, programs, tables, values, offsets, weights, value_count, element: tl.constexpr,
     BAGS: tl.constexpr, COLUMNS: tl.constexpr, UNROLL: tl.constexpr, ALIGNMENT: tl.constexpr, MEAN: tl.constexpr,
-    WEIGHTS: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr,
+    WEIGHTS: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, columns=_COLUMN,
 ):  # fmt: skip
-    """Items `mine`, `mine` + `programs`, ... of the slice at `entry`, whose first row goes to `destination`."""
+    """Items `mine`, `mine` + `programs`, ... of the slice at `entry`, whose first row goes to `destination`.
+
+    `columns`: the word of a table that says where its values go there.
+    """
     destination_stride, first, bags = tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3).to(tl.int32)
     blocks = tl.cdiv(bags, BAGS)
     for item in range(mine, items, programs):
         number, block = _item(item, items, blocks, TOGETHER)
         about = tables + number * _TABLE
         table = tl.load(about).to(tl.pointer_type(element))
-        rows, stride, column = tl.load(about + 1), tl.load(about + 3), tl.load(about + 4)
+        rows, stride, column = tl.load(about + 1), tl.load(about + 3), tl.load(about + columns)
         offset, first_row = tl.load(about + 5), tl.load(about + 6)
-        bag = block * BAGS + tl.arange(0, BAGS)[:, None]
+        bag = block * BAGS + tl.arange(0, BAGS)
         present = bag < bags
         places = offsets + (offset + first + bag)
         start = tl.load(places, mask=present, other=0).to(tl.int64)
@@ -194,9 +202,9 @@ def _pool_items(
                 UNROLL, BAGS, COLUMNS,
             )  # fmt: skip
             if MEAN:
-                total /= tl.maximum(length, 1).to(tl.float32)
-            to = destination + (bag.to(tl.int64) * destination_stride + (column + across))
-            tl.store(to, total.to(element), mask=present & mask)
+                total /= tl.maximum(length, 1).to(tl.float32)[:, None]
+            to = destination + (bag.to(tl.int64)[:, None] * destination_stride + (column + across))
+            tl.store(to, total.to(element), mask=present[:, None] & mask)
 
 
 _POOL = ["like", "slices", "tables", "values", "offsets", "weights", "tickets", "slice_count", "value_count"]

@@ -101,7 +101,7 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         from .tuning import auto
 
         return auto(request)
-    usual = "peer" if strategy == "fused" else request.lane
+    usual = "peer" if strategy == "fused" and problem.operator != EMBEDDING else request.lane
     grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
     if grain == "fused" and problem.operator != EMBEDDING:
         refuse_fused(strategy, problem, lane, request.group)

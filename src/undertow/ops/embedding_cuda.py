@@ -38,6 +38,8 @@ class Slice(NamedTuple):
     source_stride: int = 0
     choice: int = 0
     distance: int = 0
+    to: int = -1  # of a slice that is posted: to whom
+    there: int = 0  # and where it lands
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
@@ -69,10 +71,10 @@ class Lookup:
         bags = self.bags
         if not found or not bags.tables or (only_load and _is_captured()):
             return
-        arguments, constants, ctas = self._pooling(found, bags.tables[0], buffer)
+        arguments, constants, ctas = self.pooling(found, bags.tables[0], buffer)
         if not only_load:
             grid, count = (ctas,), len(found)
-        elif self._is_loaded("pool", arguments, constants):
+        elif is_loaded(self.fabric, "pool", arguments, constants):
             return
         else:
             grid, count = (1,), 0
@@ -98,13 +100,13 @@ class Lookup:
 
         if (not found and not told and not awaited) or (only_load and _is_captured()):
             return
-        arguments, constants, ctas = self._pooling(found, out, None)
+        arguments, constants, ctas = self.pooling(found, out, None)
         listed = (*told, *awaited, 0)  # never an empty list
         words = device_table(self.fabric, ("words", listed), lambda: np.array(listed, np.int64))
         counts: tuple[int, ...] = (len(told), len(awaited), place)
         if not only_load:
             grid, count, result = (ctas,), len(found), (out.data_ptr(), out.nbytes)
-        elif self._is_loaded("exchange", arguments, constants):
+        elif is_loaded(self.fabric, "exchange", arguments, constants):
             return
         else:
             grid, count, result, counts = (1,), 0, (0, 0), (0, 0, 0)
@@ -115,10 +117,10 @@ class Lookup:
             LANES=_THREADS, **constants,
         )  # fmt: skip
 
-    def _pooling(
-        self, found: Sequence[Slice], like: torch.Tensor, buffer: torch.Tensor | None
+    def pooling(
+        self, found: Sequence[Slice], like: torch.Tensor, buffer: torch.Tensor | None, more_tickets: int = 0
     ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any], int]:
-        """What launches of both kernels have in common: tensors, constants and CTAs."""
+        """What launches of pooling kernels have in common: tensors, the tickets last of them, constants and CTAs."""
         bags, shape = self.bags, kernel_shape(self.plan, like.element_size())
         if like.dtype == torch.float64:
             raise InvalidArgument(argument="tables[0]", was="of torch.float64", must="of 32 or 16 bits on a GPU")
@@ -129,7 +131,7 @@ class Lookup:
             "WHOLE": all(one.dim == shape.columns for one in bags.pieces), "maxnreg": shape.registers,
         }  # fmt: skip
         table, items = self._slices(found, shape.bags)
-        tickets = _tickets(self.fabric, len(found) + 1)
+        tickets = _tickets(self.fabric, len(found) + 1 + more_tickets)
         arguments = (like, table, self._tables(), bags.values, bags.offsets, weights, tickets)
         ctas = shape.ctas * (self.plan.share.multiprocessors or self.fabric.multiprocessors)
         return arguments, constants, max(1, min(items, ctas))
@@ -157,20 +159,12 @@ class Lookup:
         ctas = ctas or _SPREAD_CTAS * self.fabric.multiprocessors
         if not only_load:
             grid, count = (max(1, min(items, ctas)),), len(found)
-        elif self._is_loaded("spread", (buffer,), constants):
+        elif is_loaded(self.fabric, "spread", (buffer,), constants):
             return
         else:
             grid, count = (1,), 0
         kernel: Any = embedding.spread_kernel
         kernel[grid](*arguments, count, buffer.data_ptr(), **constants)
-
-    def _is_loaded(self, kernel: str, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> bool:
-        """Whether this variant was launched before."""
-        loaded: set[object] = self.fabric.kept.setdefault(id(_LOADED), set())  # type: ignore[assignment]
-        key = (kernel, *(one.dtype for one in tensors), *sorted(constants.items()))
-        known = key in loaded
-        loaded.add(key)
-        return known
 
     def _slices(self, found: Sequence[Slice], block: int) -> tuple[torch.Tensor, int]:
         """The list on the device, and how many items it has."""
@@ -183,7 +177,7 @@ class Lookup:
         def rows() -> NDArray[np.int64]:
             lines = [
                 (one.address, one.stride, one.first, one.bags, one.signal, begin, count, one.source, one.source_stride,
-                 one.choice, one.distance)
+                 one.choice, one.distance, one.to, one.there)
                 for one, begin, count in zip(found, begins, items, strict=False)
             ]  # fmt: skip
             return np.array(lines, np.int64).reshape(-1, SLICE_WORDS)
@@ -212,6 +206,15 @@ class Lookup:
             *(one.distance * size for one in found), 0 if buffer is None else buffer.data_ptr(),
         ]  # fmt: skip
         return 16 // size if all(one % 16 == 0 for one in bytes_of) else 1
+
+
+def is_loaded(fabric: CudaFabric, kernel: str, tensors: tuple[torch.Tensor, ...], constants: dict[str, Any]) -> bool:
+    """Whether this variant was launched before; from now on it was."""
+    loaded: set[object] = fabric.kept.setdefault(id(_LOADED), set())  # type: ignore[assignment]
+    key = (kernel, *(one.dtype for one in tensors), *sorted(constants.items()))
+    known = key in loaded
+    loaded.add(key)
+    return known
 
 
 def _is_captured() -> bool:

@@ -85,6 +85,8 @@ def gather_gradient(
 
 
 def _gather(fabric: Fabric, lane_name: str, dy: torch.Tensor, layout: Layout, batches: Sequence[int]) -> torch.Tensor:
+    if lane_name not in fabric.open_lanes():
+        fabric.settle()  # opening one pins memory, which may wait for a kernel that waits for the proxy of the forward
     rank, lane = fabric.group.rank, fabric.lane(lane_name)
     columns = [_own_columns(layout, source) for source in range(len(layout.held))]
     width = layout.sent[rank]

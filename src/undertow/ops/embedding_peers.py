@@ -170,7 +170,7 @@ class Exchange:
         space = self._fabric.workspace("embedding results", PLACES * room)
         # By the workspace, which all shapes share, not by this call's shape: a place must not reach into another one's.
         distance = space.nbytes // PLACES // _ALIGNMENT * _ALIGNMENT
-        base = [space.address(one) for one in range(self._size)]
+        base = [space.address(one) if space.reaches(one) else 0 for one in range(self._size)]  # 0: others are posted to
         mine, rows, graph = base[self._rank], batches[self._rank], self._captured()
         leasable = range(_EAGER, _CAPTURED) if graph is None else range(_CAPTURED, PLACES)
         place = next((one for one in leasable if self._is_free(mine, one, graph)), _COPIED)

@@ -19,7 +19,7 @@ import torch
 
 from ..fabric import timeline
 from ..fabric.proxy import Post, Proxy
-from ..plan.bags import Layout, slices
+from ..plan.bags import Layout, Posted, aligned, slices
 from ..plan.plan import Plan
 from ..plan.tiles import chunks
 from .bags import Bags, pool
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric, SymmetricBuffer
 
 _CALLS = 2
-_ALIGNMENT = 128
 _POSTS: dict[str, object] = {"dma": object(), "net": object()}  # names of what is kept with a fabric
 
 
@@ -58,37 +57,27 @@ class Posts:
 class _Memory:
     """Where the slices of one call are made, and where those for each rank land. Making it is collective."""
 
-    def __init__(
-        self, fabric: Fabric, posts: Posts, layout: Layout, batches: Sequence[int], like: torch.Tensor
-    ) -> None:
-        size = like.element_size()
-        made = _aligned(sum(batches) * max(layout.sent) * size)
-        landing = _aligned(max(batches) * sum(layout.sent) * size)
-        self.space: SymmetricBuffer = fabric.workspace("embedding posts", _CALLS * (made + landing))
+    def __init__(self, fabric: Fabric, posts: Posts, posted: Posted, like: torch.Tensor) -> None:
+        self.space: SymmetricBuffer = fabric.workspace("embedding posts", _CALLS * posted.nbytes)
         is_new = self.space.identity not in posts.proxy.buffers
         self.number = posts.proxy.attach(self.space)
         if is_new or not posts.met:
             fabric.group.barrier()
-        posts.met = all(layout.sent) and all(batches)
-        self.source = posts.calls % _CALLS * (self.space.nbytes // _CALLS // _ALIGNMENT * _ALIGNMENT)
+        posts.met = posted.meets
+        self.half = posts.calls % _CALLS * (self.space.nbytes // _CALLS // aligned(1) * aligned(1))
         posts.calls += 1
-        self._landing = self.source + made
-        self._layout, self._batches, self._size, self._dtype = layout, batches, size, like.dtype
+        self._posted, self._size, self._dtype = posted, like.element_size(), like.dtype
 
     def buffer(self, samples: int, width: int) -> torch.Tensor:
         """[samples, width]: what this rank pools."""
-        return self._view(self.source, samples * width).view(samples, width)
-
-    def place(self, destination: int, source: int, row: int) -> int:
-        """The byte at which `source`'s part of a row of `destination` lands."""
-        before = self._batches[destination] * sum(self._layout.sent[:source])
-        return self._landing + (before + row * self._layout.sent[source]) * self._size
+        return self._view(0, samples * width).view(samples, width)
 
     def arrived(self, rank: int, source: int, row: int, rows: int) -> torch.Tensor:
-        width = self._layout.sent[source]
-        return self._view(self.place(rank, source, row), rows * width).view(rows, width)
+        width = self._posted.layout.sent[source]
+        return self._view(self._posted.place(rank, source, row), rows * width).view(rows, width)
 
     def _view(self, first: int, count: int) -> torch.Tensor:
+        first += self.half
         return self.space.local.view(-1)[first : first + count * self._size].view(self._dtype)
 
 
@@ -105,8 +94,9 @@ def run(
     """Pool and post all slices on a CPU, take those of others; `unpack(source, row, rows)` puts them in their place."""
     group, rank = fabric.group, fabric.group.rank
     posts = Posts.of(fabric, lane)
-    memory = _Memory(fabric, posts, layout, batches, like)
-    width, size = bags.width, like.element_size()
+    posted = Posted(layout, tuple(batches), like.element_size())
+    memory = _Memory(fabric, posts, posted, like)
+    width = bags.width
     buffer = memory.buffer(bags.samples, width)
     with half_way(group):
         for one in slices(batches, plan, rank) if bags.tables else ():
@@ -115,9 +105,9 @@ def run(
             if one.destination == rank:
                 unpack(rank, one.row, buffer[one.first : one.first + one.bags])
                 continue
-            source = memory.source + one.first * width * size
-            there = memory.place(one.destination, rank, one.row)
-            nbytes = one.bags * width * size
+            source = memory.half + posted.source(rank, one.first)
+            there = memory.half + posted.place(one.destination, rank, one.row)
+            nbytes = one.bags * width * like.element_size()
             posts.proxy.post(Post(memory.number, source, one.destination, memory.number, there, nbytes, rank))
         own = sum(batches[:rank])
         for ranges in chunks(batches, plan):
@@ -128,7 +118,3 @@ def run(
                 posts.taken[source] += 1
                 posts.proxy.wait(source, posts.taken[source], sender=source)  # acquires the slice
                 unpack(source, first - own, memory.arrived(rank, source, first - own, rows))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT

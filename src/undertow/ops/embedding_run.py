@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..collective.carry import Carrier
-from ..errors import StrategyUnavailable
 from ..fabric import timeline
 from ..plan.bags import Layout, completed, slices
 from ..plan.plan import SLICES, Plan
@@ -32,8 +31,14 @@ def run(
     compute: bool = True,
 ) -> torch.Tensor:
     """[B_r, width] by `plan`. `compute` False: only what moves, for measurements; the result is then any numbers."""
-    lane = fabric.lane(plan.lane)  # before the guarded part: opening it is collective and slow
     plan = completed(plan, layout.dims, like.element_size(), bags.mean_length)
+    if plan.posts(like.device.type):
+        from ..fabric.cuda import CudaFabric
+        from . import embedding_posts
+
+        assert isinstance(fabric, CudaFabric)
+        return embedding_posts.run(fabric, bags, layout, batches, plan, like)
+    lane = fabric.lane(plan.lane)  # before the guarded part: opening it is collective and slow
     if like.device.type == "cuda" and plan.lane == "peer":
         from ..fabric.cuda import CudaFabric
         from . import embedding_peers
@@ -43,10 +48,6 @@ def run(
         with fabric.guarded_call((result.whole,), itself=plan.grain == "fused"):
             embedding_peers.run_over_peers(fabric, lane, bags, layout, batches, plan, result, compute)
         return result.finish()  # of a poisoned place, should the call be aborted
-    if like.device.type == "cuda" and plan.grain == "fused":
-        reason = "the kernel stores into peers' memory itself"
-        possible = f"fused:peer, signaled:{plan.lane}"
-        raise StrategyUnavailable(strategy=plan.name, reason=reason, possible=possible)
     whole = like.new_empty(batches[fabric.group.rank], layout.room)
     with fabric.guarded_call((whole,)):
         _run_over_lane(fabric, lane, bags, layout, batches, plan, whole, compute)
@@ -109,7 +110,7 @@ class _Landing:
     """Where rows of other ranks arrive, and the way from there (or from this rank's own buffer) into `whole`."""
 
     def __init__(self, layout: Layout, whole: torch.Tensor, rank: int) -> None:
-        self._whole, self._runs = whole, [_runs(layout, source) for source in range(len(layout.held))]
+        self._whole, self._runs = whole, [layout.runs(source) for source in range(len(layout.held))]
         self._rank, self._widths = rank, [0 if one == rank else width for one, width in enumerate(layout.sent)]
         self._flat = whole.new_empty(whole.shape[0] * sum(self._widths))  # one for all: copies of several go together
 
@@ -130,19 +131,6 @@ class _Landing:
         for source, flat in enumerate(self.views(row, rows)):
             if source != self._rank and flat.numel():
                 self.unpack(source, row, flat.view(rows, -1))
-
-
-def _runs(layout: Layout, source: int) -> list[tuple[int, int, int]]:
-    """Columns that stand side by side at the source and in the result: (column there, column here, how many)."""
-    found: list[tuple[int, int, int]] = []
-    by = 0
-    for piece, to in zip(layout.held[source], layout.columns[source], strict=True):
-        if found and found[-1][1] + found[-1][2] == to:
-            found[-1] = (found[-1][0], found[-1][1], found[-1][2] + piece.dim)
-        else:
-            found.append((by, to, piece.dim))
-        by += piece.dim
-    return found
 
 
 def _run_over_lane(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _ADDED = 4  # at least so many rows in a bag are worth asking for several at a time
 _THREADS = 128
 _VECTOR_BYTES = 16
+_ALIGNMENT = 128
 _MOST_COLUMNS = 512
 _REGISTERS = 65536  # of an SM
 
@@ -159,6 +160,18 @@ class Layout:
         """Columns that each rank makes of every sample."""
         return tuple(sum(one.dim for one in pieces) for pieces in self.held)
 
+    def runs(self, rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Columns that stand side by side at `rank` and in the output: (column there, column here, how many)."""
+        found: list[tuple[int, int, int]] = []
+        by = 0
+        for piece, to in zip(self.held[rank], self.columns[rank], strict=True):
+            if found and found[-1][1] + found[-1][2] == to:
+                found[-1] = (found[-1][0], found[-1][1], found[-1][2] + piece.dim)
+            else:
+                found.append((by, to, piece.dim))
+            by += piece.dim
+        return tuple(found)
+
     @cached_property
     def rows(self) -> tuple[int, ...]:
         """Rows of each global table, over all its pieces."""
@@ -197,6 +210,72 @@ def slices(batches: Sequence[int], plan: Plan, rank: int) -> tuple[Leaving, ...]
     if plan.own_last:
         found.sort(key=lambda one: one.destination == rank)
     return tuple(found)
+
+
+class Arrival(NamedTuple):
+    """Rows [row, row + rows) of the result: columns [by, by + columns) of what `source` sends go to column `to`."""
+
+    source: int
+    parcel: int
+    row: int
+    rows: int
+    by: int
+    to: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class Posted:
+    """The bytes of one call that is posted, the same on all ranks: what a rank pools, then what lands there.
+
+        | rows of all samples, of this rank's columns | rows of its samples, of rank 0's columns | of rank 1's | ...
+        0                                             sending
+
+    Both parts have room for the rank that needs most.
+    """
+
+    layout: Layout
+    batches: tuple[int, ...]
+    item_size: int
+
+    @property
+    def sending(self) -> int:
+        return aligned(sum(self.batches) * max(self.layout.sent) * self.item_size)
+
+    @property
+    def nbytes(self) -> int:
+        return self.sending + aligned(max(self.batches) * sum(self.layout.sent) * self.item_size)
+
+    @property
+    def meets(self) -> bool:
+        """Whether every rank has something for every other: then who has all slices of a call knows that the others
+        have all of the call before."""
+        return all(self.layout.sent) and all(self.batches)
+
+    def source(self, rank: int, first: int) -> int:
+        """The byte at which `rank` pools sample `first`."""
+        return first * self.layout.sent[rank] * self.item_size
+
+    def place(self, destination: int, source: int, row: int) -> int:
+        """The byte at which `source`'s part of a row of `destination` lands."""
+        before = self.batches[destination] * sum(self.layout.sent[:source])
+        return self.sending + (before + row * self.layout.sent[source]) * self.item_size
+
+    def arrivals(self, plan: Plan, rank: int, sources: Sequence[int]) -> tuple[Arrival, ...]:
+        """What lands at `rank`, about in the order in which it comes: who is one before it sends to it first."""
+        size, first_own = len(self.batches), sum(self.batches[:rank])
+        return tuple(
+            Arrival(source, parcel, ranges[rank][0] - first_own, ranges[rank][1], *run)
+            for parcel, ranges in enumerate(chunks(self.batches, plan))
+            if ranges[rank][1]
+            for source in sorted(sources, key=lambda one: (rank - one) % size)
+            for run in self.layout.runs(source)
+        )
+
+
+def aligned(nbytes: int) -> int:
+    """At least so many, and a multiple of what all memory begins at."""
+    return -(-max(1, nbytes) // _ALIGNMENT) * _ALIGNMENT
 
 
 class Shape(NamedTuple):
@@ -242,9 +321,13 @@ def completed(plan: Plan, dims: Sequence[int], item_size: int, length: float) ->
 
 
 def kernel_shape(plan: Plan, item_size: int) -> Shape:
-    """Registers by how many loads are under way: with fewer the compiler would wait for one before it asks the next."""
+    """Registers by how many loads are under way: with fewer the compiler would wait for one before it asks the next.
+
+    What posts slices has more to keep.
+    """
     if plan.tile is None:
         raise InvalidArgument(argument="plan.tile", was="None", must="(bags, columns) of the lookup kernel")
     bags, columns = plan.tile
     loads = plan.group_bands * max(1, bags * columns * item_size // (_THREADS * _VECTOR_BYTES))
-    return Shape(bags, columns, plan.group_bands, 64 if loads <= 4 else 80 if loads <= 8 else 128)
+    registers = 64 if loads <= 4 else 80 if loads <= 8 else 128
+    return Shape(bags, columns, plan.group_bands, registers + 8 if plan.posts("cuda") else registers)

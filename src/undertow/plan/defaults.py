@@ -177,12 +177,14 @@ def _signaled(problem: Problem, lane: str) -> Plan:
 
 
 def _embedding(problem: Problem, grain: str, lane: str) -> Plan:
-    """Slices of each destination. A kernel that stores into peers' memory gains nothing from more than one."""
-    parts = {"chunked": CHUNKS, "signaled": PARCELS, "fused": 1 if problem.device == "cuda" else CHUNKS}.get(grain, 1)
+    """Slices of each destination. A kernel that stores into peers' memory gains nothing from more than one; where the
+    proxy moves what it posts, the link begins with the first."""
+    stores = problem.device == "cuda" and lane == "peer"
+    parts = {"chunked": CHUNKS, "signaled": PARCELS, "fused": 1 if stores else CHUNKS}.get(grain, 1)
     if grain == "serial" and lane == "dma":
         parts = min(_MOST_SERIAL, problem.result_bytes // _PIPELINED_BYTES)
     share = _share(problem, lane) if grain in ("chunked", "signaled") else Share()
-    if (grain, lane, problem.device) == ("signaled", "dma", "cuda"):
+    if grain in ("signaled", "fused") and (lane, problem.device) == ("dma", "cuda"):
         parts = max(2, min(PARCELS, problem.m * problem.n * problem.item_size // _COPIED_BYTES))
     parcels = split(problem.m, max(1, min(parts, problem.m)))
     return Plan(grain, lane, parcels, share, order=SLICES, own_last=grain in ("signaled", "fused"))

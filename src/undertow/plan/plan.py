@@ -96,6 +96,11 @@ class Plan:
     def name(self) -> str:
         return f"{self.grain}:{self.lane}"
 
+    def posts(self, device: str) -> bool:
+        """Whether a GPU's kernel has to ask the proxy to move what it computes: it has no peer pointer, or shall not
+        use it. Only embedding_all_to_all has such plans."""
+        return device == "cuda" and self.grain == "fused" and self.lane != "peer"
+
     @property
     def extent(self) -> int:
         """What the parcels cover: [0, extent)."""

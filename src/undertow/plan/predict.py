@@ -24,7 +24,8 @@ is cut: lanes are measured with their own pipelining.
 which several are under way at once (`staged`); a parcel's collective alone would take longer than it adds.
 
 **Lookups.** embedding_all_to_all has bags of k rows instead of a matmul: every row is read and every sum written once,
-at twice the speed of a copy. What is fused moves while it is pooled, and takes as long as the longer of the two.
+at twice the speed of a copy. What is fused moves while it is pooled, and takes as long as the longer of the two; but a
+GPU's slices that are posted to the proxy leave as parcels do, and all that arrives is brought to its place in the end.
 
 A parcel counts as its share of the tiles, tails and uneven splits notwithstanding.
 
@@ -82,13 +83,14 @@ def predict(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     bounds = [0, *itertools.accumulate(stop - start for start, stop in parcels)]
     computing = matmul_times(problem, plan, machine, bounds)
     moving = [_moving(problem, plan, machine, start, stop, max(1, bounds[-1])) for start, stop in parcels]
-    if plan.grain == "fused":  # of embedding_all_to_all: rows are stored where they are wanted
+    posts = plan.posts(problem.device)
+    if plan.grain == "fused" and not posts:  # of embedding_all_to_all: rows are stored where they are wanted
         alone = sum(computing), sum(cost for cost, _ in moving)
         return Prediction(*alone, 0.0, max(alone) + machine.work.skew)
     steps, total = _steps(problem, plan, machine, computing, moving)
     producer_end, consumer_end = pipeline.run(total, steps)
     packed = plan.grain == "signaled" and plan.layout == "packed"
-    unpack = unpack_seconds(problem, machine) if packed else 0.0
+    unpack = unpack_seconds(problem, machine) if packed or posts else 0.0
     end = max(producer_end, consumer_end) + unpack
     return Prediction(sum(computing), sum(cost for cost, _ in moving), unpack, end)
 

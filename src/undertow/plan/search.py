@@ -74,6 +74,8 @@ def ranked(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[tup
     """The candidates with what they are predicted to take. Lanes that the machine does not know are left out."""
     known = [lane for lane in lanes if lane in machine.lanes] or list(machine.lanes)
     plans = [plan for lane in known for plan in fixed(problem, machine, lane).values()]
+    if "peer" in known:  # who can store into all ranks' memory need not post to a proxy, whose thread would stay
+        plans = [plan for plan in plans if not plan.posts(problem.device)]
     plans += fused_plans(problem) if "peer" in known else []
     unique = {plan.digest: plan for plan in plans}
     found = [(plan, predict(problem, plan, machine)) for plan in unique.values()]
@@ -133,11 +135,12 @@ def _other_ways(first: Plan) -> list[dict[str, Any]]:
 
 
 def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
-    """Of embedding_all_to_all: chunks, a kernel whose slices leave as they finish, one that stores them itself."""
+    """Of embedding_all_to_all: chunks, a kernel whose slices leave as they finish, one that stores or posts them."""
     found = {}
-    for grain in ("chunked", "signaled", *(("fused",) if problem.device == "cpu" or lane == "peer" else ())):
+    for grain in ("chunked", "signaled", "fused"):
         base = default_plan(problem, grain, lane)
-        counts = {len(base.parcels), *(_CHUNKS if grain != "fused" or problem.device == "cpu" else ())}
+        stores = grain == "fused" and problem.device == "cuda" and lane == "peer"
+        counts = {len(base.parcels), *(() if stores else _CHUNKS)}
         for parts in sorted(counts):
             if 1 <= parts <= problem.m:
                 found[f"{grain} {parts}"] = dataclasses.replace(base, parcels=split(problem.m, parts))

@@ -113,14 +113,13 @@ def _measure(group: Group, shape: Shape, routes: list[Route], rounds: int) -> Fi
     bags, layout, batches = problem(group, shape)
     planned_for = problem_of(bags, layout, batches, group)
     like, local = bags.tables[0][:0, 0], bags.tables[0].new_empty(bags.samples, bags.width)
-    grains = {route.label: _grains(group, route) for route in routes}
 
     def called(route: Route, grain: str, compute: bool = True) -> torch.Tensor:
         set_pace(fabric, route)
         return run(fabric, bags, layout, batches, default_plan(planned_for, grain, route.lane), like, compute)
 
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        f"{grain}:{route.label}": partial(called, route, grain) for route in routes for grain in grains[route.label]
+        f"{grain}:{route.label}": partial(called, route, grain) for route in routes for grain in GRAINS
     }
     expected = reference(group, shape, layout)
     wrong = [name for name, call in calls.items() if not torch.equal(call(), expected)]
@@ -134,15 +133,9 @@ def _measure(group: Group, shape: Shape, routes: list[Route], rounds: int) -> Fi
         facts={"ranks": group.size, "shape": str(shape)},
     )  # fmt: skip
     return Findings(
-        shape, comparison, _rows(comparison, routes, grains), wrong,
+        shape, comparison, _rows(comparison, routes), wrong,
         {route.label: describe(fabric, route) for route in routes}, group.size,
     )  # fmt: skip
-
-
-def _grains(group: Group, route: Route) -> tuple[str, ...]:
-    """On a GPU the fused kernel stores into peers' memory only."""
-    fused = group.device.type == "cpu" or route.lane == "peer"
-    return tuple(grain for grain in GRAINS if fused or grain != "fused")
 
 
 def reference(group: Group, shape: Shape, layout: Layout) -> torch.Tensor:
@@ -159,14 +152,12 @@ def _moved(route: Route) -> str:
     return f"all_to_all:{route.label}"
 
 
-def _rows(comparison: Comparison, routes: list[Route], grains: dict[str, tuple[str, ...]]) -> list[StrategyResult]:
-    overlapped = {
-        f"{grain}:{route.label}": route for route in routes for grain in grains[route.label] if grain != "serial"
-    }
+def _rows(comparison: Comparison, routes: list[Route]) -> list[StrategyResult]:
+    overlapped = {f"{grain}:{route.label}": route for route in routes for grain in GRAINS if grain != "serial"}
     return strategy_results(
         comparison,
         serial={name: f"serial:{route.label}" for name, route in overlapped.items()},
         gemm=LOOKUP,
         communication={name: _moved(route) for name, route in overlapped.items()},
-        emulated=[f"{grain}:{route.label}" for route in routes if route.pace for grain in grains[route.label]],
+        emulated=[f"{grain}:{route.label}" for route in routes if route.pace for grain in GRAINS],
     )
