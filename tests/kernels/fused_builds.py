@@ -10,7 +10,7 @@ from undertow.kernels.fused_columns import fused_columns_kernel
 from undertow.kernels.fused_decode import fused_decode_kernel
 from undertow.kernels.fused_exchange import fused_exchange_kernel
 from undertow.kernels.fused_gather import fused_gather_kernel
-from undertow.kernels.fused_scatter import fused_scatter_kernel, fused_sum_kernel
+from undertow.kernels.fused_scatter import fused_scatter_kernel
 from undertow.plan import fused
 from undertow.plan.plan import Plan
 
@@ -30,40 +30,22 @@ def operands(
     return types | {b: f"tensordesc<bf16[{'1, ' if grouped else ''}{block}]>"}, {}
 
 
-def scatter(tile: tuple[int, int] = (128, 256), target: str = "sm_90", transposed: bool = True) -> CompiledKernel:
-    factors, aligned = operands(target, tile, transposed, False, ("a",), "b")
-    slots = "*bf16" if target == "sm_80" else f"tensordesc<bf16[1, {tile[0]}, {tile[1] // 2}]>"
+def scatter(
+    ranks: int = 2, broadcast: bool = True, tile: tuple[int, int] = (128, 256), target: str = "sm_90"
+) -> CompiledKernel:
+    factors, aligned = operands(target, tile, True, False, ("a",), "b")
     types = {
-        **factors, "slots": slots, "kind": "*bf16", **dict.fromkeys(("table", "bases", "word_bases"), "*i64"),
-        "epochs": "*i32", **dict.fromkeys(("tiles", "active", "inner", "n", "padded", "half_rows", "rank"), "i32"),
-        **dict.fromkeys(("a_row", "b_row"), "i64"),
+        **factors, **dict.fromkeys(("partials", "out", "reduced", "bias"), "*bf16"),
+        **dict.fromkeys(("table", "bases", "reduced_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
+        **dict.fromkeys(("tiles", "active", "inner", "n", "lines", "rank"), "i32"),
+        **dict.fromkeys(("plane", "half", "a_row", "b_row"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
-        "BLOCK_M": tile[0],
-        "BLOCK_N": tile[1],
-        "BLOCK_K": BLOCK_K[target],
-        "TRANSPOSED": transposed,
-    }
-    aligned |= {"kind": 16, "n": 16} | ({"slots": 16} if target == "sm_80" else {})
+        "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": True, "RANKS": ranks,
+        "BROADCAST": broadcast, "BIAS": False, "ACTIVATION": 0,
+    }  # fmt: skip
+    aligned |= {"partials": 16, "out": 16, "reduced": 16, "n": 16}
     return compile_kernel(fused_scatter_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
-
-
-def sums(
-    ranks: int = 4, broadcast: bool = True, tile: tuple[int, int] = (128, 256), target: str = "sm_90",
-    bias: bool = True,
-) -> CompiledKernel:  # fmt: skip
-    types = {
-        **dict.fromkeys(("slots", "reduced", "out", "bias"), "*bf16"),
-        **dict.fromkeys(("table", "reduced_bases", "word_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
-        **dict.fromkeys(("tiles", "active", "n", "lines", "rank"), "i32"), **dict.fromkeys(("plane", "half"), "i64"),
-        **WATCH,
-    }  # fmt: skip
-    constants: dict[str, Any] = {
-        "BLOCK_M": tile[0], "BLOCK_N": tile[1], "PARTS": fused.SUM_PARTS, "RANKS": ranks, "BROADCAST": broadcast,
-        "BIAS": bias, "ACTIVATION": 0,
-    }  # fmt: skip
-    aligned = {"slots": 16, "reduced": 16, "out": 16, "n": 16}
-    return compile_kernel(fused_sum_kernel, types, constants, target, 4, aligned)
 
 
 def gather(

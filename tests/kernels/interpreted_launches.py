@@ -52,19 +52,6 @@ CTAS = 3
 HALF = torch.float16
 
 
-class AtOnce:
-    """A stream that does what it is given there and then."""
-
-    def fork(self) -> None:
-        pass
-
-    def run(self, work: Callable[[], None]) -> None:
-        work()
-
-    def join(self) -> None:
-        pass
-
-
 class Node:
     """Ranks that share this process's memory."""
 
@@ -78,7 +65,6 @@ class Node:
         made.device, made.multiprocessors, made.bulk_copies = made.group.device, CTAS, self.bulk
         made.guard = types.SimpleNamespace(abort=parts.NOBODY, error=parts.NOBODY)  # type: ignore[assignment]
         made.node = self  # type: ignore[attr-defined]
-        made.stream = lambda name, priority=0: AtOnce()  # type: ignore[method-assign,assignment]
         return made
 
     def stage(self, fabric: Any, kind: Any, elements: int, lines: int, dtype: torch.dtype, unit: int = 8) -> Stage:

@@ -58,29 +58,8 @@ def test_every_element_is_computed_once_and_owned_by_one(
     assert len({line for line, _, _ in lines}) == len(lines)  # all ranks mean the same tile by a line
 
 
-@pytest.mark.parametrize("shards", SHARDS)
-@pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("broadcast", [True, False])
-def test_a_common_table_has_the_same_tiles(shards: tuple[int, ...], tile: tuple[int, int], broadcast: bool) -> None:
-    plan = plan_of(tile, 3)
-    table = fused.common_table(shards, 13, plan, broadcast)
-    for rank in range(len(shards)):
-        other = fused.scatter_table(shards, 13, plan, rank, broadcast)
-        assert sorted(map(tuple, table.tolist())) == sorted(map(tuple, other.tolist()))
-
-
-def test_all_ranks_get_tiles_at_the_same_pace_and_weights_are_streamed_as_by_the_matmul_alone() -> None:
-    asked = problem("matmul_reduce_scatter", m=4096)
-    plan = fused_plan(asked, "peer")
-    table = fused.common_table(asked.shards, asked.n, plan, False)
-    for wave in range(0, len(table), 32):
-        assert np.bincount(table[wave : wave + 32, fused.OWNER]).tolist() == [8, 8, 8, 8]
-    column = table[:, fused.COLUMN]
-    assert np.count_nonzero(np.diff(column)) + 1 == 4096 // 128 // plan.group_bands * 8192 // 256
-
-
 def test_a_scatter_of_few_rows_streams_weights_twice() -> None:
-    """By who also sums: once for all others' bands together, once for its own."""
+    """Once for all others' bands together, once for its own."""
     asked = problem("matmul_reduce_scatter", m=512)
     plan = fused_plan(asked, "peer")
     table = fused.scatter_table(asked.shards, asked.n, plan, 0, False)
@@ -408,9 +387,6 @@ def test_a_k_that_no_piece_fits_is_told() -> None:
 
 
 @pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul"])
-def test_a_fused_plan_that_waits_leaves_an_sm_to_others(operator: str) -> None:
-    """Who multiplies for others to sum waits for nobody."""
+def test_a_fused_plan_leaves_an_sm_to_others(operator: str) -> None:
     for plan in fused_plans(problem(operator)):
-        assert plan.share.multiprocessors == (32 if operator == "all_gather_matmul" else 33)
-    for plan in fused_plans(problem("matmul_all_reduce", m=16)):
-        assert plan.share.multiprocessors == 32
+        assert plan.share.multiprocessors == 32  # of 33

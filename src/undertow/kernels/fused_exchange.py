@@ -29,21 +29,10 @@ import triton
 import triton.language as tl
 
 from .combine import activated
+from .fused_scatter import collect
 from .gemm import ENTRY, multiply, plain_multiply, store_tile
 from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, take_turn, tell
-
-
-@triton.jit
-def collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile that arrived: from the stage into `out`."""
-    HALF: tl.constexpr = BLOCK_M // 2
-    across = column // 16 * 16 + tl.arange(0, BLOCK_N)[None, :]
-    for half in tl.static_range(2):
-        down = half * HALF + tl.arange(0, HALF)[:, None]
-        mask = (down < rows) & (across < n)
-        found = tl.load(source + (row + down).to(tl.int64) * n + across, mask=mask)
-        tl.store(out + (out_row + down).to(tl.int64) * n + across, found, mask=mask)
 
 
 @triton.jit

@@ -89,75 +89,36 @@ def _gathered(x: torch.Tensor, problem: Problem, plan: Plan, stage: Stage, rank:
 def _scatter(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
 ) -> tuple[Stage, Launch]:
-    """The matmul on the caller's stream, the sums on another one at the same time.
-
-    Without TMA the sums follow it: whether both would find room on an SM is not known there.
-    """
-    from ..kernels.fused_scatter import fused_scatter_kernel, fused_sum_kernel
+    from ..kernels.fused_scatter import fused_scatter_kernel
 
     assert plan.tile is not None
     block_m, block_n = plan.tile
     rank, size, n = fabric.group.rank, fabric.group.size, problem.n
-    broadcast, bulk = problem.operator == "matmul_all_reduce", fabric.bulk_copies
+    broadcast = problem.operator == "matmul_all_reduce"
     shards = fused.owned(problem, plan)
-    padded = fused.padded_rows(shards, plan)
+    plane = fused.padded_rows(shards, plan) * n
     lines = sum(-(-rows // block_m) for rows in shards) * -(-n // block_n)
-    # One for each N, so that rows of all calls have the same places in both halves.
-    elements = fused.stage_elements(problem, plan)
-    stage = stage_of(fabric, ("scatter", x.dtype, n), elements, 2 * lines, x.dtype, unit=n)
-    key = ("fused scatter", shards, n, plan.digest, broadcast)
-    table = device_table(fabric, key, lambda: fused.common_table(shards, n, plan, broadcast))
-    if broadcast:
-        summed = table
-    else:
-        own = ("own tiles of a scatter", rank, *key)
-        summed = device_table(fabric, own, lambda: _own_tiles(fused.common_table(shards, n, plan, broadcast), rank))
-    slots: Any = stage.data.local
-    here = stage.data.local
-    if bulk:  # own slots are read where the matmul stores them: through the same mapping
-        everywhere = stage.side_by_side(fabric)
-        here = everywhere[rank]
-        rows = everywhere.as_strided((size, 2 * stage.half // n, n), (everywhere.stride(0), n, 1))
-        slots = stage.describe(("slots", plan.tile), lambda: descriptor(rows, [1, block_m, block_n // 2]))
-    reduced = here[size * padded * n :]
-    reduced_bases = stage.describe(("sums", padded), lambda: stage.bases + size * padded * n * x.element_size())
-    both = factors(x, w, bulk)
+    stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
+    key = ("fused scatter", shards, n, plan.digest, rank, broadcast)
+    table = device_table(fabric, key, lambda: fused.scatter_table(shards, n, plan, rank, broadcast))
+    sums = stage.describe(("sums", plane), lambda: (
+        stage.data.local[size * plane :], stage.bases + size * plane * x.element_size()
+    ))  # fmt: skip
+    both = factors(x, w, fabric.bulk_copies)
     bias, ends = finishing(finish, y)
-    side = fabric.stream("sums")
-    ctas = fabric.multiprocessors
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel
-        sums: Any = fused_sum_kernel
-
-        def add_up() -> None:
-            sums[(ctas,)](
-                here, reduced, y, bias, summed, reduced_bases, stage.word_bases, stage.words.local, epochs[ctas:],
-                len(summed), min(working, ctas), n, padded * n, stage.half, stage.lines // 2, rank, *watch(fabric),
-                BLOCK_M=block_m, BLOCK_N=block_n, PARTS=fused.SUM_PARTS, RANKS=size, BROADCAST=broadcast, **ends,
-                num_warps=4,
-            )  # fmt: skip
-
-        if bulk:
-            side.fork()
-        kernel[(ctas,)](
-            *both.operands((block_m, block_n)), slots, here, table, stage.bases, stage.word_bases, epochs,
-            *both.strides[:2], len(table), working, both.inner, n, padded, stage.half // n, rank,
-            BLOCK_M=block_m, BLOCK_N=block_n, **both.constants,
+        kernel[(fabric.multiprocessors,)](
+            *both.operands((block_m, block_n)), stage.data.local, y, sums[0], bias, table, stage.word_bases, sums[1],
+            stage.words.local, epochs, *both.strides[:2], len(table), working, both.inner, n, plane, stage.half,
+            stage.lines // 2, rank, *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, **ends, **both.constants,
         )  # fmt: skip
-        if bulk:
-            side.run(add_up)
-            side.join()
-        else:
-            add_up()
 
     common = "scatter", plan.tile, x.dtype, broadcast, *ends.values()
     load(fabric, stage, common, (both.transposed, n % 16, y.data_ptr() % 16), launch)
     return stage, launch
-
-
-def _own_tiles(table: Any, rank: int) -> Any:
-    return table[table[:, fused.OWNER] == rank]
 
 
 # -- all_gather_matmul -------------------------------------------------------------------------------------------------

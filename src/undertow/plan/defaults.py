@@ -72,9 +72,8 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         tile = few.pop("tile")
     piece, share, bands, loaders = 1024, Share(), 1, 0
     pull = problem.operator == "all_gather_matmul" and problem.device == "cuda" and problem.together
-    if problem.device == "cuda":  # an SM stays free where ranks wait for each other: other kernels must not
-        scatters = problem.operator in ("matmul_reduce_scatter", "matmul_all_reduce") and not few
-        active = max(1, problem.multiprocessors - (0 if scatters else _SPARE))
+    if problem.device == "cuda":  # an SM stays free: all ranks wait for each other, and other kernels must not
+        active = max(1, problem.multiprocessors - _SPARE)
         bands = _usual_bands(problem, tile[0])
         waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
         loaders = _loaders(active, 2 if pull else problem.ranks, bands) if waits else min(active, _MOVING)
@@ -82,8 +81,8 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
         piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
     return Plan(
-        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem), piece=piece, pull=pull,
-        **few,
+        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=problem.operator != "all_gather_matmul",
+        piece=piece, pull=pull, **few,
     )  # fmt: skip
 
 

@@ -1,10 +1,8 @@
 """The fused grain: every tile moves its own bytes. Which tile is computed when, who owns it, where it waits or goes.
 
-scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank that owns its rows, which sums. Where who
-           multiplies also sums, a rank computes the rows of the following ranks first, its own last, so that the
-           others' parts have arrived. On a GPU another kernel sums at the same time, and all ranks compute tiles in
-           the same order. For all_reduce whole bands belong to ranks, by torch.tensor_split's rule, and the owner's
-           sum goes to all.
+scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank that owns its rows, which sums. A rank
+           computes the rows of the following ranks first, its own last, so that the others' parts have arrived.
+           For all_reduce whole bands belong to ranks, by torch.tensor_split's rule, and the owner's sum goes to all.
 exchange   matmul_all_to_all: a tile goes to the rank that its rows are for. As scatter, without a sum (`tokens.py`).
 gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then the others' as they arrive: in
            this rank's memory, or (`plan.pull`) in that of their owner, where the tile reads them.
@@ -15,8 +13,8 @@ owned      matmul_all_reduce of more rows, though few: a block of columns goes t
 
 Tiles are walked in groups of `group_bands` bands, column by column, as everywhere (`tiles.py`). Each group streams all
 weights once, and they are often larger than the L2 cache: where a shard has fewer bands than a group, a group of its
-own for each shard would stream them once for each rank. So groups go on over the ends of shards; but own bands that
-come last are groups of their own, as the others' parts of them must have arrived.
+own for each shard would stream them once for each rank. So groups go on over the ends of shards; but a scatter's own
+bands are groups of their own, as the others' parts of them must have arrived.
 
 **The order of a gather on a GPU** is of that kind, too: own bands first, then the others' in the order in which they
 arrive. A band goes to all ranks at once (`push_table`), so that is the first band of every rank, then the second of
@@ -58,7 +56,6 @@ MOST_PACKETS = 32  # polled together
 WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
 NARROWEST_PIECE = 256
 PUSHED = 256  # operations of a CTA in the time of pushing a byte: on an H200 7e12 a second against 27e9 bytes a second
-SUM_PARTS = 8  # of a tile's rows, each summed by another CTA
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
@@ -82,13 +79,6 @@ def form(problem: Problem, plan: Plan) -> str:
     if problem.operator != "matmul_all_reduce":
         return SCATTER
     return DECODE if plan.split > 0 else OWNED if plan.owners == "columns" else SCATTER
-
-
-def own_last(problem: Problem) -> bool:
-    """Whether a rank's own tiles come last. A gather's come first, and where a GPU sums there is no such order."""
-    if problem.operator == "all_gather_matmul":
-        return False
-    return problem.device == "cpu" or problem.operator == "matmul_all_to_all"
 
 
 def why_not(problem: Problem, lane: str) -> str:
@@ -221,7 +211,7 @@ def decode_stages(plan: Plan, bulk: bool) -> int:
 
 @lru_cache(256)
 def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast: bool) -> Integers:
-    """[tiles, 8]: the tiles of a scatter as a thread of `rank` computes them; the last ones are its own.
+    """[tiles, 8]: what the scatter kernel of `rank` reads at each position; the last tiles are its own.
 
     row, rows, column, columns of the product; the row in the owner's shard; the tile's line, its number among all; the
     owner; the row of the output, which is the product's for all_reduce (`broadcast`) and the shard's otherwise.
@@ -232,23 +222,6 @@ def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadc
     own = distance[order] == 0
     walks = [_walked(order[which], plan, grid.columns) for which in (~own, own)]
     band, column = (np.concatenate(one) for one in zip(*walks, strict=True))
-    return _scattered(grid, n, band, column, broadcast)
-
-
-@lru_cache(256)
-def common_table(shards: tuple[int, ...], n: int, plan: Plan, broadcast: bool) -> Integers:
-    """The same in an order that is the same on all ranks: the first band of each, the second of each, ...
-
-    So all parts of a tile are there at about the same time, and every rank has sums to make all the time.
-    """
-    grid = _grid(shards, n, plan)
-    shard = grid.bands[:, 2]
-    within = np.arange(len(shard)) - np.cumsum([0, *grid.band_counts])[shard]
-    return _scattered(grid, n, *_walked(np.lexsort((shard, within)), plan, grid.columns), broadcast)
-
-
-def _scattered(grid: TileGrid, n: int, band: Integers, column: Integers, broadcast: bool) -> Integers:
-    """The table of a scatter: these tiles, in this order."""
     rows = grid.bands[band]
     table = np.zeros((len(band), 8), dtype=np.int64)
     table[:, ROW], table[:, ROWS], table[:, OWNER] = rows[:, 0], rows[:, 1], rows[:, 2]

@@ -152,10 +152,10 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
 
 
 def fused_rest_seconds(problem: Problem, machine: Machine) -> float:
-    """What a fused call does when its last tile is computed: that tile's way, and a copy; sums are made beside it."""
+    """What a fused call does when its last tile is computed: that tile's way, and sums."""
     signal = machine.stream_seconds if machine.work.signal is None else machine.work.signal
-    copied = problem.result_bytes if problem.operator == "matmul_all_to_all" else 0
-    rest = copied / copy_speed(machine)
+    passes = {"matmul_reduce_scatter": 0.5, "matmul_all_reduce": 1.5, "matmul_all_to_all": 1.0}  # a copy is 1
+    rest = passes.get(problem.operator, 0.0) * problem.result_bytes / copy_speed(machine)
     return signal + machine.work.skew + rest
 
 
