@@ -268,7 +268,7 @@ def test_only_a_gpu_pulls_and_only_rows() -> None:
 
 
 @pytest.mark.parametrize(("m", "form"), [
-    (1, fused.DECODE), (8, fused.DECODE), (9, fused.OWNED), (16, fused.OWNED), (64, fused.OWNED), (65, fused.SCATTER),
+    (1, fused.DECODE), (16, fused.DECODE), (17, fused.OWNED), (64, fused.OWNED), (65, fused.SCATTER),
 ])  # fmt: skip
 def test_few_rows_go_to_all_at_once_or_to_owners_of_columns(m: int, form: str) -> None:
     asked = problem("matmul_all_reduce", m=m)
@@ -277,7 +277,7 @@ def test_few_rows_go_to_all_at_once_or_to_owners_of_columns(m: int, form: str) -
     assert fused.form(asked, plan) == form
     assert plan.tile is not None
     assert plan.tile[0] >= m or m > 64
-    assert (plan.ahead > 0) == (m <= 64)
+    assert (plan.ahead > 0) == (form == fused.OWNED)
     assert fused_plan(replace(asked, bulk=False), "peer").ahead == 0
     assert Plan.from_json(plan.to_json()) == plan
 
