@@ -154,7 +154,7 @@ def joined_buffers_reach_every_peer(group: ut.Group) -> None:
             assert torch.equal(read[:, 0, 0], whole[:, 0])
             assert torch.equal(read.view(group.size, -1), whole[:, :4096])
         settle(group)
-        joined.release()
+        group.fabric.part(joined)
         buffer.release()
 
 

@@ -36,7 +36,7 @@ def scatter(
     factors, aligned = operands(target, tile, True, False, ("a",), "b")
     types = {
         **factors, **dict.fromkeys(("partials", "out", "reduced", "bias"), "*bf16"),
-        **dict.fromkeys(("table", "bases", "reduced_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
+        **dict.fromkeys(("table", "bases", "word_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
         **dict.fromkeys(("tiles", "active", "inner", "n", "lines", "rank"), "i32"),
         **dict.fromkeys(("plane", "half", "a_row", "b_row"), "i64"), **WATCH,
     }  # fmt: skip

@@ -227,7 +227,7 @@ def test_a_scatter_as_it_is_launched(m: int, n: int, bulk: bool) -> None:
         asked = Problem.of(
             operator, m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=bulk
         )  # fmt: skip
-        plan = dataclasses.replace(fused_plan(asked, "peer"), group_bands=2)
+        plan = dataclasses.replace(fused_plan(asked, "peer"), group_bands=2, share=Share(CTAS - 1, 1))
         scatters = operator == "matmul_reduce_scatter"
         outs = [poisoned(m // 2 if scatters else m, n) for _ in range(2)]
         node.run(lambda fabric, rank, asked=asked, plan=plan, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
@@ -235,6 +235,11 @@ def test_a_scatter_as_it_is_launched(m: int, n: int, bulk: bool) -> None:
         ))  # fmt: skip
         for got, right in zip(outs, want if scatters else [torch.cat(want)] * 2, strict=True):
             assert torch.equal(got, right.to(HALF))
+        words = [stage.words.local.clone() for stages in node.stages.values() for stage in stages]
+        stage, launch = fused_cuda._scatter(xs[0], ws[0], outs[0], asked, plan, nothing, node.fabric(0))
+        launch(stage.idle_epochs, 0)
+        after = [stage.words.local for stages in node.stages.values() for stage in stages]
+        assert all(map(torch.equal, words, after)), "a launch of no CTA told of a tile"
 
 
 @pytest.mark.parametrize("bulk", [True, False])

@@ -113,6 +113,11 @@ class CudaFabric(Fabric):
         self._joined.append(made)
         return made
 
+    def part(self, joined: Joined) -> None:
+        """Unmap what `joined` made; nothing uses it any more."""
+        joined.release()
+        self._joined.remove(joined)
+
     def _capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 

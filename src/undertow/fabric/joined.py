@@ -109,6 +109,9 @@ class Joined:
             "data": (self._place, False),
         }  # fmt: skip
         flat = torch.as_tensor(_Described(described), device=self._device).view(dtype)
+        if flat.data_ptr() != self._place:  # where the first rank's memory is another GPU's, torch may copy it
+            reason = "torch made a copy of it"
+            raise UndertowError(reason=f"The memory of several ranks could not be used side by side: {reason}.")
         apart = self.distance // dtype.itemsize
         return flat.as_strided((len(self._mapped), count), (apart, 1), self._offset // dtype.itemsize)
 

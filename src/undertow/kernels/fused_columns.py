@@ -193,6 +193,10 @@ def fused_columns_kernel(
         if AHEAD > 0:
             say_running(word_bases, (2 * lines + program) * LINE + rank, epoch, RANKS, LANES)
     if AHEAD > 0:
+        # Others may have more CTAs at work, each of which waits for the one of its number here. (A launch of no CTA,
+        # which only loads the kernel, counts otherwise.)
+        if (active > 0) & (program >= active) & (program < RANKS * groups):
+            say_running(word_bases, (2 * lines + program) * LINE + rank, epoch, RANKS, LANES)
         if (early != 0) & (program < last):
             running = words + (2 * lines + program) * LINE
             signal_wait_all(running, epoch, RANKS, rank, abort, error, deadline_ns)

@@ -97,9 +97,9 @@ def collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, B
 _FREE = ["bias", "table", "bases", "words", "epochs", "tiles", "inner", "lines", "abort", "error", "deadline_ns"]
 
 
-@triton.jit(do_not_specialize=[*_FREE, "rank", "active", "plane", "half", "reduced_bases", "a_row", "b_row"])
+@triton.jit(do_not_specialize=[*_FREE, "rank", "active", "plane", "half", "word_bases", "a_row", "b_row"])
 def fused_scatter_kernel(
-    a, b, partials, out, reduced, bias, table, bases, reduced_bases, words, epochs,
+    a, b, partials, out, reduced, bias, table, bases, word_bases, words, epochs,
     a_row: tl.int64, b_row: tl.int64, tiles: tl.int32, active: tl.int32, inner: tl.int32, n: tl.int32,
     plane: tl.int64, half: tl.int64, lines: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -110,8 +110,8 @@ def fused_scatter_kernel(
 
     `partials`: this rank's own memory, where source s has its slots at s * plane, for calls of even numbers, and `half`
     further for those of odd ones; `reduced` (BROADCAST) likewise without sources, RANKS planes behind `partials`.
-    `bases`: addresses of all ranks' words, `reduced_bases` of their `reduced`, `words` those here: a line for each of
-    `lines` tiles, and as many for sums that are ready. The first `active` CTAs work; every CTA of the grid, which never
+    `bases`: addresses of all ranks' memory, `word_bases` of their words, `words` those here: a line for each of `lines`
+    tiles, and as many for sums that are ready. The first `active` CTAs work; every CTA of the grid, which never
     changes, counts calls in its word of `epochs`.
     """
     program, programs = tl.program_id(0), active
@@ -135,7 +135,7 @@ def fused_scatter_kernel(
                                    BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, False)  # fmt: skip
         stored += programs
         entry = table + stored * ENTRY
-        tell(bases, first, told, place, epoch, failed)  # the tile before, whose stores have long arrived
+        tell(word_bases, first, told, place, epoch, failed)  # the tile before, whose stores have long arrived
         column = tl.load(entry + 2).to(tl.int32) // 16 * 16
         line, owner = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
         at = tl.load(entry + 4) * n + column
@@ -153,22 +153,22 @@ def fused_scatter_kernel(
                 _sum(out + across, reduced + at, partials + at, plane, bias + column, parts[part], rank, rows, n,
                      n - column, part * (BLOCK_N // len(parts)), RANKS, BROADCAST, BIAS, ACTIVATION)  # fmt: skip
         else:
-            slots = tl.multiple_of(tl.load(reduced_bases + owner).to(tl.pointer_type(out.dtype.element_ty)), 16)
-            slot = slots + (turn * half + (rank - RANKS) * plane + at)
+            slots = tl.multiple_of(tl.load(bases + owner).to(tl.pointer_type(out.dtype.element_ty)), 16)
+            slot = slots + (turn * half + rank * plane + at)
             for part in tl.static_range(len(parts)):
                 _put(slot, parts[part], n, n - column, part * (BLOCK_N // len(parts)))
         told = tl.where(mine, RANKS if BROADCAST else 0, 1)
         first = tl.where(mine, 0, owner)
         place = tl.where(mine, (lines + line) * LINE, line * LINE + rank)
-    tell(bases, first, told, place, epoch, failed)
+    tell(word_bases, first, told, place, epoch, failed)
     if BROADCAST:
         for position in range(program, here, programs):
             entry = table + position * ENTRY
             line, owner = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
             if owner != rank:
                 signal_wait_all(words + (lines + line) * LINE, epoch, 1, -1, abort, error, deadline_ns)
-                source = tl.load(reduced_bases + owner).to(tl.pointer_type(out.dtype.element_ty))
-                source = tl.multiple_of(source, 16) + turn * half
+                source = tl.load(bases + owner).to(tl.pointer_type(out.dtype.element_ty))
+                source = tl.multiple_of(source, 16) + (turn * half + RANKS * plane)
                 collect(out, source, tl.load(entry + 4).to(tl.int32), tl.load(entry + 1).to(tl.int32),
                         tl.load(entry + 7).to(tl.int32), tl.load(entry + 2).to(tl.int32), n, BLOCK_M,
                         BLOCK_N)  # fmt: skip

@@ -101,18 +101,15 @@ def _scatter(
     stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
     key = ("fused scatter", shards, n, plan.digest, rank, broadcast)
     table = device_table(fabric, key, lambda: fused.scatter_table(shards, n, plan, rank, broadcast))
-    sums = stage.describe(("sums", plane), lambda: (
-        stage.data.local[size * plane :], stage.bases + size * plane * x.element_size()
-    ))  # fmt: skip
     both = factors(x, w, fabric.bulk_copies)
     bias, ends = finishing(finish, y)
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel
         kernel[(fabric.multiprocessors,)](
-            *both.operands((block_m, block_n)), stage.data.local, y, sums[0], bias, table, stage.word_bases, sums[1],
-            stage.words.local, epochs, *both.strides[:2], len(table), working, both.inner, n, plane, stage.half,
-            stage.lines // 2, rank, *watch(fabric),
+            *both.operands((block_m, block_n)), stage.data.local, y, stage.data.local[size * plane :], bias, table,
+            stage.bases, stage.word_bases, stage.words.local, epochs, *both.strides[:2], len(table), working,
+            both.inner, n, plane, stage.half, stage.lines // 2, rank, *watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, **ends, **both.constants,
         )  # fmt: skip
 

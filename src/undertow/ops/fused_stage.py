@@ -78,14 +78,19 @@ class Stage:
             made: list[Joined] = []
             reason = _why_not(lambda: made.append(fabric.joined(self.data)))
             said = fabric.group.exchange(reason, "whether memory could be mapped side by side")
-            agree(said, "could not map the others' memory")
+            try:
+                agree(said, "could not map the others' memory")
+            except BaseException:
+                for one in made:
+                    fabric.part(one)
+                raise
             self.joined = made[0]
         return self.joined.view(2 * self.half, self.data.dtype)
 
-    def release(self) -> None:
+    def release(self, fabric: CudaFabric) -> None:
         """Let go of the memory: nothing uses it any more."""
         if self.joined is not None:
-            self.joined.release()
+            fabric.part(self.joined)
         self.data.release()
         self.words.release()
 
@@ -124,7 +129,7 @@ def stage_of(
         group.barrier()  # nobody uses the old one any more, but for graphs
         del stages[kind]
         if old.captured is None:
-            old.release()
+            old.release(fabric)
         else:
             outgrown.append(old)
     data = fabric.buffer(2 * half, dtype)

@@ -275,8 +275,8 @@ class Plan:
             (
                 "pull",
                 self.pull,
-                "false on a CPU and where tiles wait for no rows",
-                not self.pull or (gathers and problem.device == "cuda"),
+                "false unless rows are gathered by ranks that share one GPU",
+                not self.pull or (gathers and problem.together),
             ),
             # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
             ("order", self.order, "natural for a fused plan", self.order == "natural"),
