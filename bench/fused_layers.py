@@ -106,9 +106,9 @@ def _asked(names: list[str], m: int) -> list[str]:
     """The plans of few rows to try. "all": the exchange that should be better in all forms, the other in its best."""
     if names != ["all"]:
         return names
-    at_once = ["one/64/1024", "one/64/2048", "one/64/0", "one/128/1024", "one/128/0", "one/256/512"]
+    at_once = ["one/64/1024", "one/64/2048", "one/64/0", "one/128/1024", "one/128/0", "one/256/512", "one/256/0"]
     owners = ["two/64/1024", "two/64/2048", "two/64/0", "two/128/512", "two/128/1024", "two/128/0", "two/256/0"]
-    return [*at_once, "two/64/1024"] if m < 16 else [*owners, *(["one/64/1024"] if m < 64 else [])]
+    return [*at_once, "two/64/1024"] if m < 16 else [*owners, *(["one/256/0"] if m < 64 else [])]
 
 
 def _few_rows(base: Plan, name: str) -> Plan:

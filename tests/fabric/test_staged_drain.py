@@ -43,6 +43,9 @@ def staged_drain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in set(sys.modules) - before:
         if name.startswith("undertow."):
             del sys.modules[name]
+            package, _, child = name.rpartition(".")
+            if package in sys.modules and hasattr(sys.modules[package], child):  # or it would be found there
+                delattr(sys.modules[package], child)
 
 
 class Node:

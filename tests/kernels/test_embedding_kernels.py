@@ -121,7 +121,14 @@ def test_a_place_is_told_before_anything_waits(target: str) -> None:
     assert told < waits < text.index("ld.global.v4")
 
 
-@pytest.mark.parametrize("name", [f"interpreted_embedding{one}.py" for one in ("", "_ops", "_calls", "_posts")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"interpreted_embedding{one}.py" for one in ("", "_ops", "_calls")),
+        "interpreted_embedding_posts.py::test_calls_follow_each_other[3-3-True]",
+        pytest.param("interpreted_embedding_posts.py", marks=pytest.mark.nightly),
+    ],
+)
 def test_arithmetic(name: str) -> None:
     folder = Path(__file__).parent
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / name)]

@@ -150,11 +150,12 @@ def test_an_exchange_as_it_is_launched() -> None:
     interpreted("interpreted_launches.py::test_an_exchange_as_it_is_launched[136-24-True-True]")
 
 
-@pytest.mark.parametrize("way", ["at once", "owners"])
+@pytest.mark.parametrize("way", ["at once", pytest.param("owners", marks=pytest.mark.nightly)])
 def test_few_rows_as_they_are_launched(way: str) -> None:
     interpreted(f"interpreted_launches.py::test_few_rows_as_they_are_launched[True-tile1-shape1-True-{way}]")
 
 
+@pytest.mark.nightly
 def test_the_first_weights_are_asked_for_once() -> None:
     interpreted("interpreted_launches.py::test_the_first_weights_are_asked_for_once")
 

@@ -68,7 +68,4 @@ def log(ptx: str) -> str:
 
 
 def test_a_gather_as_it_is_launched() -> None:
-    interpreted(
-        "interpreted_launches.py::test_a_gather_as_it_is_launched[False-rows1-264-1-False]",
-        "interpreted_launches.py::test_a_gather_as_it_is_launched[True-rows1-264-1-True]",
-    )
+    interpreted("interpreted_launches.py::test_a_gather_as_it_is_launched[True-rows1-264-1-True]")
