@@ -162,7 +162,7 @@ def fused_scatter_kernel(
         place = tl.where(mine, (lines + line) * LINE, line * LINE + rank)
     tell(word_bases, first, told, place, epoch, failed)
     if BROADCAST:
-        for position in range(program, here, programs):
+        for position in range(program, here, tl.maximum(programs, 1)):
             entry = table + position * ENTRY
             line, owner = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
             if owner != rank:
