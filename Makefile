@@ -17,7 +17,7 @@ demo: $(VENV)/.ready
 	$(BIN)/undertow demo
 
 test: $(VENV)/.ready-dev
-	$(BIN)/python -m pytest -m "not nightly and not gpu" --numprocesses 2 $(SIDE_BY_SIDE)
+	$(BIN)/python -m pytest -m "not nightly and not gpu" --numprocesses 2 --dist worksteal $(SIDE_BY_SIDE)
 	$(BIN)/python -m pytest -m "not nightly and not gpu" $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
 nightly: $(VENV)/.ready-dev
@@ -51,6 +51,6 @@ $(VENV)/.ready: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) --editable .
 	touch $@
 
-$(VENV)/.ready-dev: $(VENV)/.ready
+$(VENV)/.ready-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
-	touch $@
+	touch $(VENV)/.ready $@
