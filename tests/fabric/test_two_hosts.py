@@ -210,7 +210,15 @@ def test_the_same_script_on_two_hosts(hosts: Hosts, tmp_path: Path, capsys: pyte
 
 
 @needs_namespaces
-@pytest.mark.parametrize("event", ["a killed rank", "a killed host", "the store's host killed", "a pulled cable"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "a killed rank",
+        "a pulled cable",
+        pytest.param("a killed host", marks=pytest.mark.nightly),
+        pytest.param("the store's host killed", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_loss_on_the_other_host(hosts: Hosts, tmp_path: Path, event: str) -> None:
     with running(hosts, tmp_path, "wait") as agents:
         await_files([tmp_path / f"pid-{rank}" for rank in range(4)], 60, agents)
