@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import sys
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,34 +16,20 @@ import numpy as np
 import pytest
 import torch
 from fake_driver import World
+from no_driver import imported
 
 from undertow.fabric.signals import Step
 from undertow.plan.bags import Layout, Piece, slices
 from undertow.plan.plan import SLICES, Plan, split
 from undertow.plan.tiles import chunks
 
-_real = ctypes.CDLL
 CALLS = 4
 
 
 @pytest.fixture(name="cuda")
 def embedding_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module over a driver that is not there; what is imported for it goes with the test."""
-    before = set(sys.modules)
-
-    class NoDriver:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *arguments: 0
-
-    monkeypatch.setattr(
-        ctypes, "CDLL", lambda name, *rest, **more: NoDriver() if "libcuda" in str(name) else _real(name, *rest, **more)
-    )
-    from undertow.ops import embedding_peers as module
-
-    yield module
-    for name in set(sys.modules) - before:
-        if name.startswith("undertow."):
-            del sys.modules[name]
+    with imported("undertow.ops.embedding_peers", monkeypatch) as module:
+        yield module
 
 
 class Words:

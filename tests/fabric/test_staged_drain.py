@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import ctypes
 import random
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from no_driver import imported
 
 from undertow.fabric.proxy import Post
-
-_real = ctypes.CDLL
 
 
 @pytest.fixture(name="staged")
 def staged_drain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module over a driver that is not there; what is imported for it goes with the test."""
-    before = set(sys.modules)
-
-    class NoDriver:
-        def __getattr__(self, name: str) -> Any:
-            return lambda *arguments: 0
-
-    monkeypatch.setattr(
-        ctypes, "CDLL", lambda name, *rest, **more: NoDriver() if "libcuda" in str(name) else _real(name, *rest, **more)
-    )
-    from undertow.fabric import staged_drain as module
-
     driver = {
         "to_host": lambda stream, host, device, size: ctypes.memmove(host, device, size),
         "to_device": lambda stream, device, host, size: ctypes.memmove(device, host, size),
         "write": lambda stream, address, value: setattr(ctypes.c_int32.from_address(address), "value", value),
         "new_stream": lambda device, priority: SimpleNamespace(cuda_stream=0, synchronize=lambda: None),
     }
-    for name, function in driver.items():
-        monkeypatch.setattr(module.stream_memory, name, function)
-    yield module
-    for name in set(sys.modules) - before:
-        if name.startswith("undertow."):
-            del sys.modules[name]
-            package, _, child = name.rpartition(".")
-            if package in sys.modules and hasattr(sys.modules[package], child):  # or it would be found there
-                delattr(sys.modules[package], child)
+    with imported("undertow.fabric.staged_drain", monkeypatch) as module:
+        for name, function in driver.items():
+            monkeypatch.setattr(module.stream_memory, name, function)
+        yield module
 
 
 class Node:

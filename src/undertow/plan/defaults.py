@@ -90,9 +90,9 @@ def _few_rows(problem: Problem) -> dict[str, Any]:
     """How few rows are multiplied and summed: sent to all ranks at once, or by owners of columns.
 
     Everything to everybody takes one way, owners two; but of ranks * rows each rank gets so many times less. On an
-    H200, four ranks, in two runs: 64 rows took 35 and 78 us by owners (K 1024, 3584), 46 and 86 at once, 16 rows 34 and
-    77, and 29 and 67. Wide blocks on the whole SM stream weights faster (22 us for one row of K 1024) than blocks of 64
-    columns on half of it that ask for some of them ahead (24 us).
+    H200, four ranks: 64 rows took 35 and 78 us by owners (K 1024, 3584), 16 rows 34 and 77; at once, by the kernel
+    before this one, in another run, in blocks of 256 columns, 46 and 86, and 29 and 67. One row of K 1024 took 22 us
+    so, and 24 in blocks of 64 columns on half an SM, with weights asked for ahead.
     """
     tall = next(rows for rows in (16, 32, 64) if rows >= problem.m)
     at_once = problem.m * problem.ranks <= _AT_ONCE_ROWS
