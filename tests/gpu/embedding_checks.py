@@ -32,10 +32,13 @@ def run(names: list[str]) -> dict[str, int]:
     group = ut.init()
     found = {}
     for name in names:
+        began = time.perf_counter()
         found[name] = CHECKS[name](group)
         group.fabric.settle()
         group.barrier()
         group.check()
+        if group.rank == 0:
+            print(f"{name} {time.perf_counter() - began:.1f} s", flush=True)
     return found
 
 

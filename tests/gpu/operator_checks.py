@@ -235,7 +235,7 @@ def rows_are_pushed_or_pulled(group: ut.Group) -> None:
         assert plan.pull == (turn % 2 == 0)
         x, weight = mine[group.rank].clone().requires_grad_(turn > 3), w.clone().requires_grad_(turn > 3)
         y = ut.all_gather_matmul(x, weight, rows=rows, group=group, plan=plan)
-        assert torch.equal(y, want), plan
+        assert torch.equal(y, want), (turn, plan)
         if turn > 3:
             y.backward(torch.ones_like(y))
             assert weight.grad is not None
@@ -262,6 +262,7 @@ def captured_fused_calls_replay(group: ut.Group) -> None:
             continue
         part = torch.tensor_split(whole, group.size)[group.rank].contiguous()
         shard = torch.empty_like(part)
+        x = xs[group.rank].clone()  # the replays left others
 
         def scattered(x: torch.Tensor = x, w: torch.Tensor = w, y: torch.Tensor = shard) -> None:
             ut.matmul_reduce_scatter(x, w, group=group, strategy="fused:peer", out=y)
