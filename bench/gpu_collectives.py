@@ -286,8 +286,10 @@ class Bench:
             found[f"two-shot by hand, {ctas}"] = self.by_hand(sets, size, ctas)
         if size <= MOST_ONE_SHOT:
             found[f"one-shot by hand, {few}"] = self.by_hand(sets, size, few, one_shot=True)
-        # Its CTAs wait for each other and cannot all run at once where 8 ranks share a GPU: at 4 MB they never return.
-        if size <= (MOST_ONE_SHOT if self.group.size <= 4 else 1 << 20):
+        # CTAs of PyTorch's wait for each other and cannot all run at once where 8 ranks share a GPU: from 4 MB on, where
+        # each rank has 24, neither of the two returns.
+        returns = self.group.size <= 4 or size <= 1 << 20
+        if returns and size <= MOST_ONE_SHOT:
             found["torch one-shot"] = lambda which: operators.one_shot_all_reduce(
                 sets.sources[which].local, "sum", self.name
             )
@@ -295,9 +297,10 @@ class Bench:
             found[f"ring, {few}"] = self.direct("ring", few, sets, spans)
             if size <= MOST_ONE_SHOT:
                 found[f"one_shot, {few}"] = self.direct("one_shot", few, sets, spans)
-        found["torch two-shot"] = lambda which: operators.two_shot_all_reduce_(
-            sets.sources[which].local, "sum", self.name
-        )
+        if returns:
+            found["torch two-shot"] = lambda which: operators.two_shot_all_reduce_(
+                sets.sources[which].local, "sum", self.name
+            )
         if self.nccl is not None:
             found["NCCL"] = lambda which: _after(
                 dist.all_reduce(sets.sources[which].local, group=self.nccl), sets.sources[which].local

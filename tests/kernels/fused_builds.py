@@ -12,6 +12,7 @@ from undertow.kernels.fused_exchange import fused_exchange_kernel
 from undertow.kernels.fused_gather import fused_gather_kernel
 from undertow.kernels.fused_scatter import fused_scatter_kernel
 from undertow.plan import fused
+from undertow.plan.beside import SLICE
 from undertow.plan.plan import Plan
 
 STAGES = 4
@@ -31,20 +32,25 @@ def operands(
 
 
 def scatter(
-    ranks: int = 2, broadcast: bool = True, tile: tuple[int, int] = (128, 256), target: str = "sm_90"
-) -> CompiledKernel:
+    ranks: int = 2, broadcast: bool = True, tile: tuple[int, int] = (128, 256), target: str = "sm_90",
+    joined: bool = True, beside: bool = True, bias: bool = False,
+) -> CompiledKernel:  # fmt: skip
+    """`joined`: stored by TMA. `beside`: sums go beside the main loop. Neither on sm_80."""
+    bulk = target != "sm_80"
     factors, aligned = operands(target, tile, True, False, ("a",), "b")
     types = {
-        **factors, **dict.fromkeys(("partials", "out", "reduced", "bias"), "*bf16"),
-        **dict.fromkeys(("table", "bases", "word_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
-        **dict.fromkeys(("tiles", "active", "inner", "n", "lines", "rank"), "i32"),
-        **dict.fromkeys(("plane", "half", "a_row", "b_row"), "i64"), **WATCH,
+        **factors, "slots": f"tensordesc<bf16[1, 1, {tile[0]}, {tile[1] // 2}]>" if joined and bulk else "*bf16",
+        **dict.fromkeys(("mine", "out", "kept", "bias"), "*bf16"),
+        **dict.fromkeys(("table", "beside", "bases", "word_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
+        **dict.fromkeys(("tiles", "jobs", "active", "inner", "n", "padded", "lines", "rank"), "i32"),
+        **dict.fromkeys(("half", "a_row", "b_row"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": True, "RANKS": ranks,
-        "BROADCAST": broadcast, "BIAS": False, "ACTIVATION": 0,
+        "BROADCAST": broadcast, "BIAS": bias, "ACTIVATION": 3 * bias, "HEIGHT": SLICE // tile[1],
+        "BESIDE": beside and bulk, "JOINED": joined and bulk,
     }  # fmt: skip
-    aligned |= {"partials": 16, "out": 16, "reduced": 16, "n": 16}
+    aligned |= {"mine": 16, "out": 16, "kept": 16, "n": 16}
     return compile_kernel(fused_scatter_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
 
 

@@ -55,8 +55,8 @@ HALF = torch.float16
 class Node:
     """Ranks that share this process's memory."""
 
-    def __init__(self, ranks: int, bulk: bool) -> None:
-        self.ranks, self.bulk, self.stages = ranks, bulk, dict[Any, list[Stage]]()
+    def __init__(self, ranks: int, bulk: bool, together: bool = False) -> None:
+        self.ranks, self.bulk, self.together, self.stages = ranks, bulk, together, dict[Any, list[Stage]]()
         parts.BULK[0] = bulk
 
     def fabric(self, rank: int) -> Any:
@@ -64,7 +64,7 @@ class Node:
         made.group = types.SimpleNamespace(rank=rank, size=self.ranks, deadline=1.0, device=torch.device("cpu"))
         made.device, made.multiprocessors, made.bulk_copies = made.group.device, CTAS, self.bulk
         made.guard = types.SimpleNamespace(abort=parts.NOBODY, error=parts.NOBODY)  # type: ignore[assignment]
-        made.node = self  # type: ignore[attr-defined]
+        made.node, made.together = self, self.together  # type: ignore[attr-defined]
         return made
 
     def stage(self, fabric: Any, kind: Any, elements: int, lines: int, dtype: torch.dtype, unit: int = 8) -> Stage:
@@ -217,12 +217,13 @@ def test_rows_that_arrive_as_it_is_launched(n: int, transposed: bool, bulk: bool
             assert torch.equal(got, right.to(HALF))
 
 
-@pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize(("m", "n"), [(70, 136), (390, 520)])
-def test_a_scatter_as_it_is_launched(m: int, n: int, bulk: bool) -> None:
-    node, nothing, k = Node(2, bulk), Finish(None, "none"), 24
+@pytest.mark.parametrize(("bulk", "together"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("m", "n", "k"), [(70, 136, 24), (390, 520, 1096)])
+def test_a_scatter_as_it_is_launched(m: int, n: int, k: int, bulk: bool, together: bool) -> None:
+    """Sums beside the main loop where K has steps enough (all_reduce: 17), between tiles elsewhere."""
+    node, finish = Node(2, bulk, together), Finish(made(n, seed=3), "relu")
     xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(n, k, seed=9 + rank).t() for rank in range(2)]
-    want = scattered_reference(wide(xs), wide(ws))
+    want = [torch.relu(one + made(n, seed=3).float()) for one in scattered_reference(wide(xs), wide(ws))]
     for operator in ("matmul_reduce_scatter", "matmul_all_reduce"):
         asked = Problem.of(
             operator, m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=bulk
@@ -231,12 +232,12 @@ def test_a_scatter_as_it_is_launched(m: int, n: int, bulk: bool) -> None:
         scatters = operator == "matmul_reduce_scatter"
         outs = [poisoned(m // 2 if scatters else m, n) for _ in range(2)]
         node.run(lambda fabric, rank, asked=asked, plan=plan, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
-            xs[rank], ws[rank], outs[rank], asked, plan, nothing, fabric
-        ))  # fmt: skip
+            xs[rank], ws[rank], outs[rank], asked, plan, finish, fabric
+        ), 2 if scatters else 3)  # fmt: skip
         for got, right in zip(outs, want if scatters else [torch.cat(want)] * 2, strict=True):
             assert torch.equal(got, right.to(HALF))
         words = [stage.words.local.clone() for stages in node.stages.values() for stage in stages]
-        stage, launch = fused_cuda._scatter(xs[0], ws[0], outs[0], asked, plan, nothing, node.fabric(0))
+        stage, launch = fused_cuda._scatter(xs[0], ws[0], outs[0], asked, plan, finish, node.fabric(0))
         launch(stage.idle_epochs, 0)
         after = [stage.words.local for stages in node.stages.values() for stage in stages]
         assert all(map(torch.equal, words, after)), "a launch of no CTA told of a tile"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fused_builds import STAGES, few, gather, scatter
-from ptx import check_acquire_order, check_release_order
+from ptx import check_acquire_order, check_after_bulk_stores, check_release_order
 
 from undertow.kernels.turns import LINE
 from undertow.plan import fused
@@ -20,10 +20,23 @@ def test_plans_and_kernels_mean_the_same_line() -> None:
     assert LINE.value == fused.LINE
 
 
-def test_a_tile_arrives_before_its_word() -> None:
+@pytest.mark.parametrize("tile", [(128, 256), (64, 256)])
+def test_a_tile_of_bulk_stores_arrives_before_its_word(tile: tuple[int, int]) -> None:
+    """In the loop, and after it for the last tile."""
+    ptx = scatter(4, False, tile).ptx
+    words = len(re.findall(r"st\.release\.gpu", ptx))
+    assert words >= 2
+    assert check_after_bulk_stores(ptx, r"st\.release\.gpu", r"4d") == words
+    for dropped in ("cp.async.bulk.wait_group 0;", "fence.proxy.async;"):
+        with pytest.raises(AssertionError):
+            check_after_bulk_stores(ptx.replace(f"    {dropped}\n", ""), r"st\.release\.gpu", r"4d")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_tile_of_ordinary_stores_and_a_sum_arrive_before_their_words(beside: bool) -> None:
     """In the loop, after it for the last tile, and (BROADCAST) of sums: all of them by the same few lines."""
-    ptx = scatter().ptx
-    assert len(re.findall(r"st\.release\.sys", ptx)) >= 2
+    ptx = scatter(joined=False, beside=beside).ptx
+    assert len(re.findall(r"st\.release\.sys", ptx)) >= 4
     assert check_release_order(ptx) == []
     spoiled = re.sub(r"(\.reg \.b64 place;\n)\s*barrier\.sync 0;", r"\1", ptx)
     assert spoiled != ptx
@@ -35,12 +48,32 @@ def unordered_loads(ptx: str) -> list[str]:
     return [one for one in check_acquire_order(ptx) if "cp.async.bulk.tensor.2d.shared" not in one.split(": ")[1]]
 
 
-def test_partials_are_read_after_they_were_waited_for() -> None:
-    ptx = scatter().ptx
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_slots_are_read_after_they_were_waited_for(broadcast: bool, joined: bool) -> None:
+    ptx = scatter(4, broadcast, joined=joined).ptx
     assert unordered_loads(ptx) == []
     spoiled = re.sub(r"JOIN:\n\s*barrier\.red\.or\.pred failed, 0, failed;", "JOIN:", ptx)
     assert spoiled != ptx
     assert unordered_loads(spoiled) != []
+
+
+def test_sums_run_beside_the_main_loop() -> None:
+    """What was asked for in the step before is added and stored before the next is asked for: while the wgmma of the
+    step before runs, which is waited for behind this one's. Where there is no job, all of it is jumped over.
+    """
+    loop = scatter(4, False).innermost_loop("HGMMA")
+
+    def places(text: str) -> list[int]:
+        return [one for one, code in enumerate(loop) if text in code]
+
+    assert (len(places("LDG.E.128")), len(places("STG.E.128"))) == (4, 1)
+    assert places("STG.E.128")[0] < places("LDG.E.128")[0]
+    assert places("LDG.E.128")[-1] < places("HGMMA")[0] < places("WARPGROUP.DEPBAR")[0]
+    (jump,) = [one for one in places("BRA") if one < places("STG.E.128")[0]]
+    assert loop[jump].startswith("@P")
+    assert not [one for one in places("FADD") if one < jump]
+    assert not [code for code in scatter(4, False, beside=False).innermost_loop("HGMMA") if "LDG.E.128" in code]
 
 
 @pytest.mark.parametrize("bulk", [True, False])
@@ -59,12 +92,16 @@ def test_rows_are_stored_before_their_word() -> None:
     [
         scatter,
         lambda: scatter(4, False),
-        lambda: scatter(8),
+        lambda: scatter(8, bias=True),
+        lambda: scatter(8, joined=False),
         lambda: scatter(2, False, (64, 256)),
         gather,
         lambda: gather(False),
     ],
-    ids=["scatter", "scatter of 4", "scatter of 8", "scatter of few rows", "gather", "gather with tails"],
+    ids=[
+        *("scatter", "scatter of 4", "scatter of 8, finished", "scatter by ordinary stores", "scatter of few rows"),
+        *("gather", "gather with tails"),
+    ],
 )
 def test_loads_run_ahead_and_nothing_spills(made: Any) -> None:
     kernel = made()

@@ -16,7 +16,7 @@ import torch
 
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric
-from ..plan import fused
+from ..plan import beside, fused
 from . import fused_few
 from .cuda_product import device_table
 from .finish import Finish
@@ -89,32 +89,46 @@ def _gathered(x: torch.Tensor, problem: Problem, plan: Plan, stage: Stage, rank:
 def _scatter(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
 ) -> tuple[Stage, Launch]:
+    """Where ranks share a GPU, tiles are stored by TMA through a mapping of all ranks' memory, and read through it."""
     from ..kernels.fused_scatter import fused_scatter_kernel
 
     assert plan.tile is not None
     block_m, block_n = plan.tile
     rank, size, n = fabric.group.rank, fabric.group.size, problem.n
-    broadcast = problem.operator == "matmul_all_reduce"
+    broadcast, joined = problem.operator == "matmul_all_reduce", fabric.bulk_copies and fabric.together
     shards = fused.owned(problem, plan)
-    plane = fused.padded_rows(shards, plan) * n
+    padded = fused.padded_rows(shards, plan)
     lines = sum(-(-rows // block_m) for rows in shards) * -(-n // block_n)
     stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
-    key = ("fused scatter", shards, n, plan.digest, rank, broadcast)
-    table = device_table(fabric, key, lambda: fused.scatter_table(shards, n, plan, rank, broadcast))
+    key = ("fused scatter", shards, n, plan.digest, broadcast)
+    table = device_table(fabric, key, lambda: beside.common_table(shards, n, plan, broadcast))
+    ctas = plan.share.multiprocessors or problem.multiprocessors
+    jobs = device_table(
+        fabric, ("jobs", rank, ctas, *key), lambda: beside.job_table(shards, n, plan, rank, broadcast, ctas)
+    )
+    slots: Any = stage.data.local
+    mine = stage.data.local
+    if joined:
+        everywhere = stage.side_by_side(fabric)
+        mine = everywhere[rank]
+        rows = everywhere.as_strided((size, 2, stage.half // n, n), (everywhere.stride(0), stage.half, n, 1))
+        slots = stage.describe(("slots", plan.tile, n), lambda: descriptor(rows, [1, 1, block_m, block_n // 2]))
     both = factors(x, w, fabric.bulk_copies)
     bias, ends = finishing(finish, y)
+    fits = fabric.bulk_copies and beside.fits(size, plan, broadcast, -(-both.inner // both.block_k))
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel
         kernel[(fabric.multiprocessors,)](
-            *both.operands((block_m, block_n)), stage.data.local, y, stage.data.local[size * plane :], bias, table,
-            stage.bases, stage.word_bases, stage.words.local, epochs, *both.strides[:2], len(table), working,
-            both.inner, n, plane, stage.half, stage.lines // 2, rank, *watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, **ends, **both.constants,
+            *both.operands((block_m, block_n)), slots, mine, y, mine[size * padded * n :], bias, table, jobs,
+            stage.bases, stage.word_bases, stage.words.local, epochs, *both.strides[:2], len(table), len(jobs), working,
+            both.inner, n, padded, stage.half, stage.lines // 2, rank, *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, HEIGHT=beside.slice_rows(plan),
+            BESIDE=fits, JOINED=joined, **ends, **both.constants,
         )  # fmt: skip
 
     common = "scatter", plan.tile, x.dtype, broadcast, *ends.values()
-    load(fabric, stage, common, (both.transposed, n % 16, y.data_ptr() % 16), launch)
+    load(fabric, stage, common, (both.transposed, fits, n % 16, y.data_ptr() % 16), launch)
     return stage, launch
 
 

@@ -36,7 +36,6 @@ _PROGRAM_CTAS = 8
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
 _SPARE = 1  # SM that a fused call leaves to kernels of others
 _AT_ONCE_ROWS = 64  # of all ranks together: few rows that each rank sends to all
-_AHEAD_BYTES = 128 << 10  # of weights that a CTA of few rows asks for before its turn
 
 
 def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
@@ -81,7 +80,7 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
         piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
     return Plan(
-        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=problem.operator != "all_gather_matmul",
+        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem),
         piece=piece, pull=pull, **few,
     )  # fmt: skip
 
@@ -90,17 +89,14 @@ def _few_rows(problem: Problem) -> dict[str, Any]:
     """How few rows are multiplied and summed: sent to all ranks at once, or by owners of columns.
 
     Everything to everybody takes one way, owners two; but of ranks * rows each rank gets so many times less. On an
-    H200, four ranks: 64 rows took 35 and 78 us by owners (K 1024, 3584), 16 rows 34 and 77; at once, by the kernel
-    before this one, in another run, in blocks of 256 columns, 46 and 86, and 29 and 67. One row of K 1024 took 22 us
-    so, and 24 in blocks of 64 columns on half an SM, with weights asked for ahead.
+    H200, four ranks, K 1024 and 3584: 16 rows took 28 and 68 us at once in blocks of 256 columns, 30 and 70 by owners
+    in blocks of 128; 64 rows by owners 33 and 75 us in blocks of 64 columns, 37 and 77 of 128. Weights that are asked
+    for ahead, on half an SM, cost 1 to 18 us.
     """
     tall = next(rows for rows in (16, 32, 64) if rows >= problem.m)
     at_once = problem.m * problem.ranks <= _AT_ONCE_ROWS
-    wide = 256 if at_once else 128 if tall == 64 else 64
-    ahead = _AHEAD_BYTES // (2 * wide) if problem.bulk and not at_once else 0
-    return {
-        "tile": (tall, wide), "split": int(at_once), "owners": "rows" if at_once else "columns", "ahead": ahead,
-    }  # fmt: skip
+    wide = 256 if at_once else 128 if tall == 16 else 64
+    return {"tile": (tall, wide), "split": int(at_once), "owners": "rows" if at_once else "columns"}
 
 
 def fused_tile(problem: Problem, rows: int) -> tuple[int, int]:

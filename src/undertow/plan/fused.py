@@ -1,7 +1,8 @@
 """The fused grain: every tile moves its own bytes. Which tile is computed when, who owns it, where it waits or goes.
 
-scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank that owns its rows, which sums. A rank
-           computes the rows of the following ranks first, its own last, so that the others' parts have arrived.
+scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank that owns its rows, which sums. Threads of
+           a CPU compute the rows of the following ranks first, own ones last, so that the others' parts have arrived;
+           a GPU sums while it multiplies, and all ranks have the same order (`beside.py`).
            For all_reduce whole bands belong to ranks, by torch.tensor_split's rule, and the owner's sum goes to all.
 exchange   matmul_all_to_all: a tile goes to the rank that its rows are for. As scatter, without a sum (`tokens.py`).
 gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then the others' as they arrive: in
@@ -13,8 +14,8 @@ owned      matmul_all_reduce of more rows, though few: a block of columns goes t
 
 Tiles are walked in groups of `group_bands` bands, column by column, as everywhere (`tiles.py`). Each group streams all
 weights once, and they are often larger than the L2 cache: where a shard has fewer bands than a group, a group of its
-own for each shard would stream them once for each rank. So groups go on over the ends of shards; but a scatter's own
-bands are groups of their own, as the others' parts of them must have arrived.
+own for each shard would stream them once for each rank. So groups go on over the ends of shards; but own bands that
+come last are groups of their own, as the others' parts of them must have arrived.
 
 **The order of a gather on a GPU** is of that kind, too: own bands first, then the others' in the order in which they
 arrive. A band goes to all ranks at once (`push_table`), so that is the first band of every rank, then the second of
@@ -79,6 +80,13 @@ def form(problem: Problem, plan: Plan) -> str:
     if problem.operator != "matmul_all_reduce":
         return SCATTER
     return DECODE if plan.split > 0 else OWNED if plan.owners == "columns" else SCATTER
+
+
+def own_last(problem: Problem) -> bool:
+    """Whether a rank's own tiles come last. A gather's come first, and where a GPU sums there is no such order."""
+    if problem.operator == "all_gather_matmul":
+        return False
+    return problem.device == "cpu" or problem.operator == "matmul_all_to_all"
 
 
 def why_not(problem: Problem, lane: str) -> str:
@@ -211,7 +219,7 @@ def decode_stages(plan: Plan, bulk: bool) -> int:
 
 @lru_cache(256)
 def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast: bool) -> Integers:
-    """[tiles, 8]: what the scatter kernel of `rank` reads at each position; the last tiles are its own.
+    """[tiles, 8]: the tiles of a scatter as a thread of `rank` computes them; the last ones are its own.
 
     row, rows, column, columns of the product; the row in the owner's shard; the tile's line, its number among all; the
     owner; the row of the output, which is the product's for all_reduce (`broadcast`) and the shard's otherwise.
@@ -220,13 +228,18 @@ def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadc
     distance = (grid.bands[:, 2] - rank) % len(shards)
     order = np.argsort(distance, kind="stable")
     own = distance[order] == 0
-    walks = [_walked(order[which], plan, grid.columns) for which in (~own, own)]
+    walks = [walked(order[which], plan, grid.columns) for which in (~own, own)]
     band, column = (np.concatenate(one) for one in zip(*walks, strict=True))
+    return scattered(grid, band, column, broadcast)
+
+
+def scattered(grid: TileGrid, band: Integers, column: Integers, broadcast: bool) -> Integers:
+    """The table of a scatter: these tiles, in this order."""
     rows = grid.bands[band]
     table = np.zeros((len(band), 8), dtype=np.int64)
     table[:, ROW], table[:, ROWS], table[:, OWNER] = rows[:, 0], rows[:, 1], rows[:, 2]
     table[:, COLUMN] = column * grid.block_n
-    table[:, COLUMNS] = np.minimum(grid.block_n, n - table[:, COLUMN])
+    table[:, COLUMNS] = np.minimum(grid.block_n, grid.n - table[:, COLUMN])
     table[:, SHARD_ROW] = rows[:, 0] - np.array(grid.shard_rows, dtype=np.int64)[rows[:, 2]]
     table[:, TILE_LINE] = band * grid.columns + column
     table[:, OUT_ROW] = table[:, ROW] if broadcast else table[:, SHARD_ROW]
@@ -258,7 +271,7 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
     starts = np.cumsum([0, *grid.band_counts])
     within, distance = np.arange(len(shard)) - starts[shard], (shard - rank) % ranks
     arrival = np.lexsort((distance, within, distance > 0))  # bands: own ones, the first of each rank, the second, ...
-    bands, columns = _walked(arrival, plan, grid.columns)
+    bands, columns = walked(arrival, plan, grid.columns)
     early = early_tiles(shards, n, plan, rank)
     if early:  # own bands are less than a group
         own = np.flatnonzero(shard[bands] == rank)
@@ -352,11 +365,11 @@ def _rotated(grid: TileGrid, plan: Plan, first: int) -> tuple[Integers, Integers
     found = []
     for step in range(len(grid.shards)):
         shard = (first + step) % len(grid.shards)
-        found.append(_walked(np.arange(starts[shard], starts[shard + 1]), plan, grid.columns))
+        found.append(walked(np.arange(starts[shard], starts[shard + 1]), plan, grid.columns))
     return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
 
-def _walked(bands: Integers, plan: Plan, columns: int) -> tuple[Integers, Integers]:
+def walked(bands: Integers, plan: Plan, columns: int) -> tuple[Integers, Integers]:
     """Band and column of every tile of these bands: groups of `group_bands`, column by column."""
     groups = [bands[start : start + plan.group_bands] for start in range(0, len(bands), plan.group_bands)]
     if not groups:

@@ -64,7 +64,7 @@ class Plan:
     few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. `owners`: ranks
     own "rows" or, where few rows are summed by owners (all_reduce), "columns". `ahead`: of few rows on a GPU, elements
     along K whose weights a call asks for before the launch in front of it has ended, 0: it begins after that. A rank's
-    own tiles come last, or (all_gather) first, and `own_last` says so; `order` and `layout` are "natural".
+    own tiles come last where they wait for the others' (`fused.own_last`); `order` and `layout` are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
@@ -242,6 +242,7 @@ class Plan:
         whole = problem.operator == "matmul_all_reduce" and not self.split  # sums that every rank gets
         gathers = problem.operator == "all_gather_matmul"  # elsewhere nothing comes in pieces, and K is a rank's own
         pieces = fused.parts(self, problem.k) if gathers else 0
+        last = fused.own_last(problem)
         limits: tuple[tuple[str, object, str, bool], ...] = (
             ("parcels", list(self.parcels), "one: each tile moves by itself", len(self.parcels) == 1),
             (
@@ -281,7 +282,7 @@ class Plan:
             # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
             ("order", self.order, "natural for a fused plan", self.order == "natural"),
             ("layout", self.layout, "natural for a fused plan", self.layout == "natural"),
-            ("own_last", self.own_last, f"{not gathers} for a fused {problem.operator}", self.own_last != gathers),
+            ("own_last", self.own_last, f"{last} for a fused {problem.operator}", self.own_last == last),
             (
                 "share.communication_priority",
                 self.share.communication_priority,
