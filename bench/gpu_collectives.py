@@ -286,8 +286,8 @@ class Bench:
             found[f"two-shot by hand, {ctas}"] = self.by_hand(sets, size, ctas)
         if size <= MOST_ONE_SHOT:
             found[f"one-shot by hand, {few}"] = self.by_hand(sets, size, few, one_shot=True)
-        # CTAs of PyTorch's wait for each other and cannot all run at once where 8 ranks share a GPU: from 4 MB on, where
-        # each rank has 24, neither of the two returns.
+        # CTAs of PyTorch's wait for each other and cannot all run at once where 8 ranks share a GPU: from 4 MB on
+        # neither of the two returns.
         returns = self.group.size <= 4 or size <= 1 << 20
         if returns and size <= MOST_ONE_SHOT:
             found["torch one-shot"] = lambda which: operators.one_shot_all_reduce(

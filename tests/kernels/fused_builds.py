@@ -12,7 +12,7 @@ from undertow.kernels.fused_exchange import fused_exchange_kernel
 from undertow.kernels.fused_gather import fused_gather_kernel
 from undertow.kernels.fused_scatter import fused_scatter_kernel
 from undertow.plan import fused
-from undertow.plan.beside import SLICE
+from undertow.plan.beside import slice_rows
 from undertow.plan.plan import Plan
 
 STAGES = 4
@@ -42,12 +42,13 @@ def scatter(
         **factors, "slots": f"tensordesc<bf16[1, 1, {tile[0]}, {tile[1] // 2}]>" if joined and bulk else "*bf16",
         **dict.fromkeys(("mine", "out", "kept", "bias"), "*bf16"),
         **dict.fromkeys(("table", "beside", "bases", "word_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
-        **dict.fromkeys(("tiles", "jobs", "active", "inner", "n", "padded", "lines", "rank"), "i32"),
+        **dict.fromkeys(("tiles", "jobs", "active", "inner", "n", "pace", "padded", "lines", "rank"), "i32"),
         **dict.fromkeys(("half", "a_row", "b_row"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": True, "RANKS": ranks,
-        "BROADCAST": broadcast, "BIAS": bias, "ACTIVATION": 3 * bias, "HEIGHT": SLICE // tile[1],
+        "BROADCAST": broadcast, "BIAS": bias, "ACTIVATION": 3 * bias,
+        "HEIGHT": slice_rows(ranks, Plan("fused", "peer", ((0, 1),), tile=tile), broadcast),
         "BESIDE": beside and bulk, "JOINED": joined and bulk,
     }  # fmt: skip
     aligned |= {"mine": 16, "out": 16, "kept": 16, "n": 16}

@@ -138,11 +138,10 @@ def test_a_job_that_waits_for_what_comes_after_is_seen_to_wait_for_ever() -> Non
     assert running
 
 
-def test_where_jobs_fit() -> None:
+def test_jobs_go_as_slowly_as_the_main_loop_allows() -> None:
     plan = plan_of(32)
     assert [beside.job_parts(ranks, plan, False) for ranks in (2, 3, 4, 8)] == [2, 2, 4, 8]
     assert beside.job_parts(8, plan, True) == 1
-    assert not beside.fits(4, plan, False, 4)
-    assert beside.fits(4, plan, False, 5)  # 32 rows, 8 a step, a step later
-    assert not beside.fits(4, plan, True, 16)
-    assert beside.fits(4, plan, True, 17)
+    assert [beside.pace(4, plan, False, steps) for steps in (1, 4, 5, 32, 112)] == [0, 0, 1, 7, 27]  # four slices
+    assert [beside.pace(4, plan, True, steps) for steps in (8, 9, 32)] == [0, 1, 3]  # eight
+    assert [beside.pace(8, plan, True, steps) for steps in (16, 17)] == [0, 1]  # sixteen, of half as many rows

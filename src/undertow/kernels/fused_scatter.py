@@ -212,7 +212,7 @@ def collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, B
 
 _FREE = [
     *("bias", "table", "beside", "bases", "word_bases", "words", "epochs", "tiles", "jobs", "active"),
-    *("inner", "padded", "half", "lines", "rank", "abort", "error", "deadline_ns", "a_row", "b_row"),
+    *("inner", "pace", "padded", "half", "lines", "rank", "abort", "error", "deadline_ns", "a_row", "b_row"),
 ]
 
 
@@ -220,7 +220,8 @@ _FREE = [
 def fused_scatter_kernel(
     a, b, slots, mine, out, kept, bias, table, beside, bases, word_bases, words, epochs,
     a_row: tl.int64, b_row: tl.int64, tiles: tl.int32, jobs: tl.int32, active: tl.int32, inner: tl.int32, n: tl.int32,
-    padded: tl.int32, half: tl.int64, lines: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
+    pace: tl.int32, padded: tl.int32, half: tl.int64, lines: tl.int32, rank: tl.int32, abort, error,
+    deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     RANKS: tl.constexpr, BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
     HEIGHT: tl.constexpr, BESIDE: tl.constexpr, JOINED: tl.constexpr,
@@ -232,8 +233,8 @@ def fused_scatter_kernel(
     numbers, and `half` elements further for those of odd ones; `kept` (BROADCAST) likewise without sources, behind the
     slots. JOINED: `slots` describes all ranks' memory, [ranks, 2, rows, N]. `bases`, `word_bases`: addresses of all
     ranks' memory and words; `words` those here: a line for each of `lines` tiles, and as many for sums that are ready.
-    `beside` has `jobs` entries, HEIGHT rows of a job go beside BLOCK_K of the main loop, or
-    (not BESIDE: where K is short) jobs go between tiles. The first `active` CTAs work; every CTA of the grid, which
+    `beside` has `jobs` entries; HEIGHT rows of a job go beside every `pace` steps of the main loop, or (not BESIDE:
+    where K is short) jobs go between tiles. The first `active` CTAs work; every CTA of the grid, which
     never changes, counts calls in its word of `epochs`.
     """
     program, programs = tl.program_id(0), active
@@ -260,6 +261,7 @@ def fused_scatter_kernel(
             values = (empty,)
             for _ in tl.static_range(RANKS - 1):
                 values = values + (empty,)
+            due, top = 0, -HEIGHT  # the step in which the job goes on, and where
             for step in range(steps):
                 x = a.load([row, step * BLOCK_K])
                 if TRANSPOSED:
@@ -267,11 +269,12 @@ def fused_scatter_kernel(
                 else:
                     w = b.load([step * BLOCK_K, column])
                 total = tl.dot(x, w, total)
-                if BESIDE:  # what was asked for in the step before is here; what is asked for now comes meanwhile
-                    if step * HEIGHT < job[4] + HEIGHT:  # a job's rows, and a step more
-                        _add(values, job, (step - 1) * HEIGHT, n, out, kept, bias, HEIGHT, BLOCK_N, RANKS, BROADCAST,
-                             BIAS, ACTIVATION)  # fmt: skip
-                        values = _ask(job, step * HEIGHT, n, plane, out, HEIGHT, BLOCK_N, RANKS)
+                if BESIDE:  # what was asked for `pace` steps ago is here; what is asked for now comes meanwhile
+                    if (step == due) & (top < job[4]):
+                        _add(values, job, top, n, out, kept, bias, HEIGHT, BLOCK_N, RANKS, BROADCAST, BIAS,
+                             ACTIVATION)  # fmt: skip
+                        due, top = due + pace, top + HEIGHT
+                        values = _ask(job, top, n, plane, out, HEIGHT, BLOCK_N, RANKS)
         else:
             total = plain_multiply(a, b, a_row, b_row, b_row, row, tl.load(tile + 1).to(tl.int32), column, n, inner, 0,
                                    BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, False)  # fmt: skip

@@ -128,11 +128,8 @@ JOIN:
 }""")
 
 # The same by the last warp of 256 threads, while the first one completes what it stored; at the scope of one GPU.
-_WAIT_BESIDE = tl.constexpr(
-    _WAIT_ALL.value.replace("%tid.x;", "%tid.x;\n    sub.u32 thread, thread, 224;").replace("acquire.sys", "acquire.SCOPE")
-)
-_WAIT_BESIDE_GPU = tl.constexpr(_WAIT_BESIDE.value.replace("SCOPE", "gpu"))
-_WAIT_BESIDE_SYS = tl.constexpr(_WAIT_BESIDE.value.replace("SCOPE", "sys"))
+_WAIT_BESIDE_SYS = tl.constexpr(_WAIT_ALL.value.replace("%tid.x;", "%tid.x;\n    sub.u32 thread, thread, 224;"))
+_WAIT_BESIDE_GPU = tl.constexpr(_WAIT_BESIDE_SYS.value.replace("ld.acquire.sys", "ld.acquire.gpu"))
 
 _STORE = tl.constexpr("""{
     .reg .pred first;

@@ -115,20 +115,21 @@ def _scatter(
         slots = stage.describe(("slots", plan.tile, n), lambda: descriptor(rows, [1, 1, block_m, block_n // 2]))
     both = factors(x, w, fabric.bulk_copies)
     bias, ends = finishing(finish, y)
-    fits = fabric.bulk_copies and beside.fits(size, plan, broadcast, -(-both.inner // both.block_k))
+    pace = beside.pace(size, plan, broadcast, -(-both.inner // both.block_k)) if fabric.bulk_copies else 0
+    height = beside.slice_rows(size, plan, broadcast)
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel
         kernel[(fabric.multiprocessors,)](
             *both.operands((block_m, block_n)), slots, mine, y, mine[size * padded * n :], bias, table, jobs,
             stage.bases, stage.word_bases, stage.words.local, epochs, *both.strides[:2], len(table), len(jobs), working,
-            both.inner, n, padded, stage.half, stage.lines // 2, rank, *watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, HEIGHT=beside.slice_rows(plan),
-            BESIDE=fits, JOINED=joined, **ends, **both.constants,
+            both.inner, n, pace, padded, stage.half, stage.lines // 2, rank, *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, HEIGHT=height, BESIDE=pace > 0,
+            JOINED=joined, **ends, **both.constants,
         )  # fmt: skip
 
     common = "scatter", plan.tile, x.dtype, broadcast, *ends.values()
-    load(fabric, stage, common, (both.transposed, fits, n % 16, y.data_ptr() % 16), launch)
+    load(fabric, stage, common, (both.transposed, pace > 0, n % 16, y.data_ptr() % 16), launch)
     return stage, launch
 
 

@@ -92,22 +92,26 @@ def job_parts(ranks: int, plan: Plan, broadcast: bool) -> int:
     """
     assert plan.tile is not None
     parts = 1
-    while not broadcast and 2 * parts <= ranks and plan.tile[0] % (2 * parts * slice_rows(plan)) == 0:
+    while not broadcast and 2 * parts <= ranks and plan.tile[0] % (2 * parts * slice_rows(ranks, plan, False)) == 0:
         parts *= 2
     return parts
 
 
-def slice_rows(plan: Plan) -> int:
-    """Rows of a slice."""
+def slice_rows(ranks: int, plan: Plan, broadcast: bool) -> int:
+    """Rows of a slice. Jobs of whole tiles have larger ones, where registers hold them."""
     assert plan.tile is not None
-    return SLICE // plan.tile[1]
+    return SLICE * (2 if broadcast and ranks <= 4 else 1) // plan.tile[1]
 
 
-def fits(ranks: int, plan: Plan, broadcast: bool, steps: int) -> bool:
-    """Whether a job has room beside a main loop of so many steps: what one step asks for is summed in the next."""
+def pace(ranks: int, plan: Plan, broadcast: bool, steps: int) -> int:
+    """How many steps of a main loop there are between two slices of a job; 0 where there is no room for all.
+
+    What is asked for in one step is summed when the next slice is asked for: as late as the last one allows, as loads
+    take longer than a step.
+    """
     assert plan.tile is not None
-    rows = plan.tile[0] // job_parts(ranks, plan, broadcast)
-    return rows <= (steps - 1) * slice_rows(plan)
+    slices = plan.tile[0] // job_parts(ranks, plan, broadcast) // slice_rows(ranks, plan, broadcast)
+    return (steps - 1) // slices
 
 
 def _job(tile: Integers, part: int, parts: int, plan: Plan) -> Integers:
