@@ -9,7 +9,7 @@ import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
 from undertow.plan.defaults import fused_plan
-from undertow.plan.plan import Plan, Share
+from undertow.plan.plan import Plan
 
 ROTATED = 200 << 20  # bytes of weights that decode calls take in turn
 
@@ -36,8 +36,9 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
         "cublas": lambda _: torch.mm(x, w, out=y), "gemm": lambda _: (alone(), y)[1],
         "fused": bench.fused(x, w, out, problem, plan),
     }  # fmt: skip
-    every = problem.multiprocessors
-    found[f"fused {every} CTAs"] = bench.fused(x, w, out, problem, replace(plan, share=Share(every)))
+    for summing in (2, 4) if reduce else (2,):
+        other = replace(plan.share, communication_ctas=summing)
+        found[f"fused {summing} sum"] = bench.fused(x, w, out, problem, replace(plan, share=other))
     if bench.options["guarded"]:
         found["guarded"] = bench.fused(x, w, out, problem, plan, guarded=True)
     source, scattered = bench.buffer("source", m * n), bench.buffer("out", m * n if reduce else shard * n)

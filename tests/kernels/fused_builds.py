@@ -33,23 +33,24 @@ def operands(
 
 def scatter(
     ranks: int = 2, broadcast: bool = True, tile: tuple[int, int] = (128, 256), target: str = "sm_90",
-    joined: bool = True, beside: bool = True, bias: bool = False,
+    joined: bool = True, bias: bool = False,
 ) -> CompiledKernel:  # fmt: skip
-    """`joined`: stored by TMA. `beside`: sums go beside the main loop. Neither on sm_80."""
+    """`joined`: stored by TMA, not on sm_80."""
     bulk = target != "sm_80"
     factors, aligned = operands(target, tile, True, False, ("a",), "b")
     types = {
         **factors, "slots": f"tensordesc<bf16[1, 1, {tile[0]}, {tile[1] // 2}]>" if joined and bulk else "*bf16",
         **dict.fromkeys(("mine", "out", "kept", "bias"), "*bf16"),
-        **dict.fromkeys(("table", "beside", "bases", "word_bases"), "*i64"), "words": "*i32", "epochs": "*i32",
-        **dict.fromkeys(("tiles", "jobs", "active", "inner", "n", "pace", "padded", "lines", "rank"), "i32"),
+        **dict.fromkeys(("table", "jobs", "bases", "word_bases"), "*i64"),
+        **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
+        **dict.fromkeys(("tiles", "count", "active", "multiplying", "inner", "n", "padded", "lines", "rank"), "i32"),
         **dict.fromkeys(("half", "a_row", "b_row"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": True, "RANKS": ranks,
         "BROADCAST": broadcast, "BIAS": bias, "ACTIVATION": 3 * bias,
         "HEIGHT": slice_rows(ranks, Plan("fused", "peer", ((0, 1),), tile=tile), broadcast),
-        "BESIDE": beside and bulk, "JOINED": joined and bulk,
+        "JOINED": joined and bulk,
     }  # fmt: skip
     aligned |= {"mine": 16, "out": 16, "kept": 16, "n": 16}
     return compile_kernel(fused_scatter_kernel, types, constants, target, 8, aligned, num_stages=STAGES)

@@ -64,11 +64,6 @@ def no_wait(pointer, target, count, skipped, abort, error, deadline_ns):
 
 
 @triton.jit
-def no_wait_beside(pointer, target, count, abort, error, deadline_ns, TOGETHER: tl.constexpr):
-    return 0
-
-
-@triton.jit
 def no_fence():
     pass
 
@@ -76,7 +71,7 @@ def no_fence():
 for _module in (fused_exchange, fused_gather, fused_scatter):
     for _name, _other in (
         ("has_bulk_copies", bulk_copies), ("tell", told), ("take_turn", no_turn), ("signal_wait_all", no_wait),
-        ("signal_wait_beside", no_wait_beside), ("set_after_bulk_stores", set_word), ("proxy_fence", no_fence),
+        ("set_after_bulk_stores", set_word), ("proxy_fence", no_fence),
     ):  # fmt: skip
         if hasattr(_module, _name):
             setattr(_module, _name, _other)

@@ -386,6 +386,12 @@ def test_a_k_that_no_piece_fits_is_told() -> None:
 
 
 @pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul"])
-def test_a_fused_plan_leaves_an_sm_to_others(operator: str) -> None:
+def test_a_fused_plan_whose_tiles_wait_leaves_an_sm_to_others(operator: str) -> None:
+    """Who multiplies for others to sum waits for nobody, and all but one do."""
     for plan in fused_plans(problem(operator)):
+        if operator == "all_gather_matmul":
+            assert plan.share.multiprocessors == 32  # of 33
+        else:
+            assert (plan.share.multiprocessors, plan.share.communication_ctas) == (33, 1)
+    for plan in fused_plans(problem("matmul_all_reduce", m=16)):
         assert plan.share.multiprocessors == 32  # of 33

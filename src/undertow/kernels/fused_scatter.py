@@ -1,29 +1,29 @@
 """A matmul whose tiles go to their owners by themselves: out = rows of the sum over ranks of a @ b, in one launch.
 
 Every rank computes all tiles of its own product, all ranks in the same order. A finished tile is stored into the memory
-of the rank that owns its rows, where each rank has a slot of its own, and a word there says so. The owner sums a little
-later, beside the main loop of a further tile: while tensor cores multiply, the threads that issued it would only wait.
-So sums cost next to nothing, find what they read still in the L2 cache, and take no SM from the matmul.
+of the rank that owns its rows, where each rank has a slot of its own, and a word there says so. Most CTAs only
+multiply, and wait for nobody. A few sum meanwhile: they would not be missed, as tiles come in whole waves, and find
+what they read still in the L2 cache. When tiles are over, all CTAs sum what is left.
 
-    for tile in table:
-        total = a @ b, and meanwhile what the entry before said:
-            sum:   out = finish(sum over s of slots[s])            some rows of an own tile
-            copy:  out = what its owner summed                     BROADCAST (all_reduce): of another's
-        words[tile before, r] of its owner = epoch
-        BROADCAST: of the sum that was made, ready[tile] of all = epoch
-        slots[r] of the owner = total
-        beside[tile]: wait for words[its tile, s] of all s, or for ready[its tile]
-    what is left of `beside`, with nothing to multiply
+    multiply:   for tile in table, in fixed turns:
+                    total = a @ b
+                    words[tile before, r] of its owner = epoch
+                    slots[r] of the owner = total
+    then all:   for job in jobs, whoever is ready takes the next:
+                    sum:   wait for words[tile, s] of all s; out = finish(sum over s of slots[s])
+                    BROADCAST (all_reduce): keep the sum where others can read it, and tell all: ready[tile, part];
+                    copy:  wait for ready[tile, part] of another's; out = what its owner summed
 
 Sums are made in fp32 of products rounded once, in the order of ranks. A tile's word follows one tile later, when its
-stores have arrived and nobody has to wait for them.
+stores have arrived and nobody has to wait for them. Summing is a loop over slices: the next one is asked for before
+what came of the one before is added.
 
-Both tables are the plan's (`plan/fused.py`). `table`: row, rows, column, columns of the product; row in the owner's
-shard; line, the tile's number among all; owner; row of `out`. `beside`: row in the owner's shard, rows (0: nothing),
-column, line, row of `out`, owner; a line for every tile of the table, and then those that are left.
+Both tables are the plan's (`plan/beside.py`), and so is who multiplies. `table`: row, rows, column, columns of the
+product; row in the owner's shard; line, the tile's number among all; owner; row of `out`. `jobs`: row in the owner's
+shard, rows, column, line, row of `out`, owner, part.
 
-Nobody waits for what comes after: at position q of the table a CTA waits for words that are set at positions up to q,
-before whatever is waited for there. So of all CTAs that wait, the one at the first position need not.
+Nobody waits for ever: who multiplies does not wait, and jobs come in an order in which nobody waits for a later one
+(`plan/beside.py`). Before a CTA waits it has told of all that it made.
 
 Slots are used in turn by two calls. A rank that is in call n + 2 has seen the end of call n + 1, which needed tiles
 that every other rank computed after its own call n: nobody still reads the slots of call n. (Every rank must own a
@@ -33,11 +33,13 @@ JOINED: all ranks' memory lies in one range of addresses (`fabric/joined.py`), a
 ordinary stores: a descriptor for each owner means a branch for each, among which the compiler no longer lets one wgmma
 run while the next is issued (half as slow again on an H200).
 
-Memory ordering. The word of a tile is released, at system scope, behind a CTA barrier that follows the tile's ordinary
-stores (`turns.tell`), or when both warps that issued bulk stores have completed them (`after_bulk_stores`). The owner
-acquires it at system scope, with a CTA barrier, before it loads slots with ordinary loads. A ready word is released
-behind a CTA barrier after the stores of the sum, and acquired before the copy. Epochs are this rank's own: one for each
-CTA, read and advanced by it alone.
+Memory ordering. The word of a tile is released behind a CTA barrier that follows the tile's ordinary stores, at system
+scope (`turns.tell`), or, JOINED, when both warps that issued bulk stores have completed them, at the scope of the GPU
+that all ranks share (`after_bulk_stores`). The owner acquires it at system scope, with a CTA barrier, before it loads
+slots with ordinary loads. A ready word is released at system scope behind a CTA barrier after the stores of the sum,
+and acquired before the copy. The count of jobs taken is relaxed: it carries nothing but the number; there are two, for
+calls of even and of odd numbers, and each call clears the other one, which nobody uses before the next call on the
+stream. Epochs are this rank's own: one for each CTA, read and advanced by it alone.
 """
 
 # Triton grows tuples whose types mypy would fix at their first length.
@@ -48,8 +50,8 @@ import triton
 import triton.language as tl
 
 from .combine import activated
-from .gemm import ENTRY, after_bulk_stores, halves, plain_multiply
-from .signals import has_bulk_copies, signal_wait_beside
+from .gemm import ENTRY, after_bulk_stores, halves, multiply, plain_multiply
+from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, tell
 
 _SET_BULK = tl.constexpr(after_bulk_stores("st.release.gpu.global.b32 [$1], $2;"))
@@ -92,7 +94,7 @@ def _store(slots, bases, kind, total, turn, owner, row, column, half, n, JOINED:
 @triton.jit
 def _ask(job, top, n, plane, kind, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr):
     """HEIGHT rows of a job from its row `top` on: of all ranks' slots, or of what the owner summed. Under way only."""
-    source, _, _, column, rows, sums, _ = job
+    source, _, _, column, rows, sums = job
     across = tl.arange(0, WIDTH)[None, :]
     down = top + tl.arange(0, HEIGHT)[:, None]
     mask = (down < rows) & (across < n - column)
@@ -110,10 +112,10 @@ def _add(
     BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Those rows, summed in the order of ranks and finished, into `out` (BROADCAST: and `kept`); copies as they are."""
-    _, at, into, column, rows, sums, _ = job
+    _, at, into, column, rows, sums = job
     across = tl.arange(0, WIDTH)[None, :]
     down = top + tl.arange(0, HEIGHT)[:, None]
-    mask = (down >= 0) & (down < rows) & (across < n - column)
+    mask = (down < rows) & (across < n - column)
     total = values[0].to(tl.float32)
     for rank in tl.static_range(1, RANKS):
         total += values[rank].to(tl.float32)
@@ -131,71 +133,77 @@ def _add(
 
 
 @triton.jit
-def _do(
-    job, n, plane, out, kept, bias, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
-    BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """A whole job at once."""
-    for top in range(0, job[4], HEIGHT):
-        values = _ask(job, top, n, plane, out, HEIGHT, WIDTH, RANKS)
-        _add(values, job, top, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
-
-
-@triton.jit
-def _entry(table, beside, position, tiles, jobs):
-    """The lines of both tables at a position, or nothing behind the ends: of the tile its owner, line, row in the shard
-    and column; of the job its row in the shard and in `out`, column, rows, line and owner.
-
-    Asked for one tile early: between tiles nobody waits for them.
-    """
-    there, left = position < tiles, position < jobs
-    tile, job = table + position * ENTRY, beside + position * ENTRY
+def _entry(jobs, unit, count):
+    """The line of a job, or nothing behind the last: row in the shard and in `out`, column, rows, line, owner, part."""
+    there, entry = unit < count, jobs + unit * ENTRY
     return (
-        tl.load(tile + 6, mask=there, other=0).to(tl.int32), tl.load(tile + 5, mask=there, other=0).to(tl.int32),
-        tl.load(tile + 4, mask=there, other=0).to(tl.int32), tl.load(tile + 2, mask=there, other=0).to(tl.int32),
-        tl.load(job, mask=left, other=0).to(tl.int32), tl.load(job + 4, mask=left, other=0).to(tl.int32),
-        tl.load(job + 2, mask=left, other=0).to(tl.int32), tl.load(job + 1, mask=left, other=0).to(tl.int32),
-        tl.load(job + 3, mask=left, other=0).to(tl.int32), tl.load(job + 5, mask=left, other=0).to(tl.int32),
+        tl.load(entry, mask=there, other=0), tl.load(entry + 4, mask=there, other=0),
+        tl.load(entry + 2, mask=there, other=0).to(tl.int32), tl.load(entry + 1, mask=there, other=0).to(tl.int32),
+        tl.load(entry + 3, mask=there, other=0).to(tl.int32), tl.load(entry + 5, mask=there, other=0).to(tl.int32),
+        tl.load(entry + 6, mask=there, other=0).to(tl.int32),
     )  # fmt: skip
 
 
 @triton.jit
-def _job(
-    entry, mine, bases, turn, half, plane, lines, n, rank, kind, BLOCK_M: tl.constexpr, RANKS: tl.constexpr,
-    BROADCAST: tl.constexpr,
-):  # fmt: skip
-    """A job: the address it begins to read at; where it begins in a shard, in `out`; column, rows; whether it is a sum;
-    the line of its ready word. All of them are computed: what is only handed on would keep loads from running ahead.
-    """
-    _, _, _, _, row, out_row, column, rows, line, owner = entry
+def _job(entry, mine, bases, turn, half, plane, n, rank, kind, RANKS: tl.constexpr, BROADCAST: tl.constexpr):
+    """A job: the address it begins to read at; where it begins in a shard, in `out`; column, rows; whether a sum."""
+    row, out_row, column, rows, _, owner, _ = entry
     BYTES: tl.constexpr = kind.dtype.element_ty.primitive_bitwidth // 8
     column = column // 16 * 16
-    at, into = row.to(tl.int64) * n + column, out_row.to(tl.int64) * n + column
+    at, into = row * n + column, out_row * n + column
     source, sums = mine.to(tl.int64), 1
     if BROADCAST:
         sums = (owner == rank).to(tl.int32)
         source = tl.where(owner == rank, source, tl.load(bases + owner) + (turn * half + RANKS * plane) * BYTES)
-    return source + at * BYTES, at, into, column, tl.minimum(rows, BLOCK_M), sums, lines + line
+    return source + at * BYTES, at, into, column, rows, sums
 
 
 @triton.jit
 def _await(
-    entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS: tl.constexpr, BROADCAST: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS: tl.constexpr, BROADCAST: tl.constexpr
 ):  # fmt: skip
     """Wait for what a job reads. Whether the wait failed."""
-    _, _, _, _, _, _, _, rows, line, owner = entry
-    count, place = tl.where(rows > 0, RANKS, 0), line
+    _, _, _, _, line, owner, part = entry
+    count, place = RANKS, line * LINE
     if BROADCAST:
-        count = tl.where((rows > 0) & (owner != rank), 1, count)
-        place += tl.where(owner == rank, 0, lines)
-    return signal_wait_beside(words + place * LINE, epoch, count, abort, error, deadline_ns, TOGETHER)
+        count = tl.where(owner == rank, RANKS, 1)
+        place = tl.where(owner == rank, place, (lines + line) * LINE + part)
+    return signal_wait_all(words + place, epoch, count, -1, abort, error, deadline_ns)
 
 
 @triton.jit
-def _ready(job, word_bases, epoch, failed, RANKS: tl.constexpr):
-    """Tell all of a sum that was made."""
-    tell(word_bases, 0, tl.where((job[4] > 0) & (job[5] != 0), RANKS, 0), job[6] * LINE, epoch, failed)
+def _sum_up(
+    jobs, count, counter, works, mine, out, kept, bias, bases, word_bases, words, turn, half, plane, lines, n, rank,
+    epoch, abort, error, deadline_ns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Jobs until there are no more. The number of the next one, and its line, are asked for while one is done."""
+    unit = count
+    if works:
+        unit = tl.atomic_add(counter, 1, sem="relaxed")
+    entry = _entry(jobs, unit, count)
+    empty = tl.zeros((HEIGHT, WIDTH), out.dtype.element_ty)
+    values = (empty,)
+    for _ in tl.static_range(RANKS - 1):
+        values = values + (empty,)
+    before = _job(entry, mine, bases, turn, half, plane, n, rank, out, RANKS, BROADCAST)
+    asked = HEIGHT * 1024  # the row of the slice that is under way: far beyond all, there is none
+    while unit < count:
+        following = tl.atomic_add(counter, 1, sem="relaxed")
+        failed = _await(entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS, BROADCAST)
+        job = _job(entry, mine, bases, turn, half, plane, n, rank, out, RANKS, BROADCAST)
+        line, part = entry[4], entry[6]
+        entry = _entry(jobs, following, count)
+        for top in range(0, job[4], HEIGHT):
+            found = _ask(job, top, n, plane, out, HEIGHT, WIDTH, RANKS)
+            _add(values, before, asked, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
+            values, before, asked = found, job, top
+        if BROADCAST:  # told before anything is waited for
+            _add(values, before, asked, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
+            asked = HEIGHT * 1024
+            tell(word_bases, 0, tl.where(job[5] != 0, RANKS, 0), (lines + line) * LINE + part, epoch, failed)
+        unit = following
+    _add(values, before, asked, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
 
 
 @triton.jit
@@ -211,20 +219,20 @@ def collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, B
 
 
 _FREE = [
-    *("bias", "table", "beside", "bases", "word_bases", "words", "epochs", "tiles", "jobs", "active"),
-    *("inner", "pace", "padded", "half", "lines", "rank", "abort", "error", "deadline_ns", "a_row", "b_row"),
+    *("bias", "table", "jobs", "bases", "word_bases", "words", "epochs", "taken", "tiles", "count", "active"),
+    *("multiplying", "inner", "padded", "half", "lines", "rank", "abort", "error", "deadline_ns", "a_row", "b_row"),
 ]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def fused_scatter_kernel(
-    a, b, slots, mine, out, kept, bias, table, beside, bases, word_bases, words, epochs,
-    a_row: tl.int64, b_row: tl.int64, tiles: tl.int32, jobs: tl.int32, active: tl.int32, inner: tl.int32, n: tl.int32,
-    pace: tl.int32, padded: tl.int32, half: tl.int64, lines: tl.int32, rank: tl.int32, abort, error,
+    a, b, slots, mine, out, kept, bias, table, jobs, bases, word_bases, words, epochs, taken,
+    a_row: tl.int64, b_row: tl.int64, tiles: tl.int32, count: tl.int32, active: tl.int32, multiplying: tl.int32,
+    inner: tl.int32, n: tl.int32, padded: tl.int32, half: tl.int64, lines: tl.int32, rank: tl.int32, abort, error,
     deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     RANKS: tl.constexpr, BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    HEIGHT: tl.constexpr, BESIDE: tl.constexpr, JOINED: tl.constexpr,
+    HEIGHT: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
     """`a` [M, K] and `b` ([K, N] or, TRANSPOSED, [N, K]) are tensor descriptors, or, on GPUs without TMA, pointers,
     whose rows lie `a_row` and `b_row` apart.
@@ -233,83 +241,46 @@ def fused_scatter_kernel(
     numbers, and `half` elements further for those of odd ones; `kept` (BROADCAST) likewise without sources, behind the
     slots. JOINED: `slots` describes all ranks' memory, [ranks, 2, rows, N]. `bases`, `word_bases`: addresses of all
     ranks' memory and words; `words` those here: a line for each of `lines` tiles, and as many for sums that are ready.
-    `beside` has `jobs` entries; HEIGHT rows of a job go beside every `pace` steps of the main loop, or (not BESIDE:
-    where K is short) jobs go between tiles. The first `active` CTAs work; every CTA of the grid, which
-    never changes, counts calls in its word of `epochs`.
+    The first `active` CTAs work, the first `multiplying` of them multiply before they take some of the `count` jobs, in
+    slices of HEIGHT rows; every CTA of the grid, which never changes, counts calls in its word of `epochs`.
     """
-    program, programs = tl.program_id(0), active
+    program, programs = tl.program_id(0), multiplying
     n, half = n // 8 * 8, half // 8 * 8  # they are so already: it tells the compiler
     plane = padded.to(tl.int64) * n // 8 * 8
     epoch = tl.load(epochs + program, volatile=True) + 1
     turn = epoch & 1
+    if (program == 0) & (active > 0):
+        tl.store(taken + (1 - turn) * LINE, 0)
     steps = tl.cdiv(inner, BLOCK_K)
-    mine += turn * half
-    kept += turn * half
-    here = tl.where(program < programs, tiles, 0)
     stored = program - programs
-    word, told, offset, failed = words, rank, 0, 0  # of the tile before; and of the job under way
-    entry = _entry(table, beside, program, here, here)
-    nothing = _entry(table, beside, 0, 0, 0)
-    job = _job(nothing, mine, bases, turn, half, plane, lines, n, rank, out, BLOCK_M, RANKS, BROADCAST)
-    AHEAD: tl.constexpr = has_bulk_copies() and BESIDE  # loads of a tile run into the epilogue of the one before
+    here = tl.where(program < programs, tiles, 0)
+    owner, offset = rank, 0  # of the tile before
+    AHEAD: tl.constexpr = has_bulk_copies()  # loads of a tile run into the epilogue of the one before
     for position in tl.range(program, here, tl.maximum(programs, 1), flatten=AHEAD):  # it divides by its step
-        tile = table + position * ENTRY
-        row, column = tl.load(tile).to(tl.int32), tl.load(tile + 2).to(tl.int32)
+        entry = table + position * ENTRY
+        row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         if has_bulk_copies():
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            empty = tl.zeros((HEIGHT, BLOCK_N), out.dtype.element_ty)
-            values = (empty,)
-            for _ in tl.static_range(RANKS - 1):
-                values = values + (empty,)
-            due, top = 0, -HEIGHT  # the step in which the job goes on, and where
-            for step in range(steps):
-                x = a.load([row, step * BLOCK_K])
-                if TRANSPOSED:
-                    w = b.load([column, step * BLOCK_K]).T
-                else:
-                    w = b.load([step * BLOCK_K, column])
-                total = tl.dot(x, w, total)
-                if BESIDE:  # what was asked for `pace` steps ago is here; what is asked for now comes meanwhile
-                    if (step == due) & (top < job[4]):
-                        _add(values, job, top, n, out, kept, bias, HEIGHT, BLOCK_N, RANKS, BROADCAST, BIAS,
-                             ACTIVATION)  # fmt: skip
-                        due, top = due + pace, top + HEIGHT
-                        values = _ask(job, top, n, plane, out, HEIGHT, BLOCK_N, RANKS)
+            total = multiply(a, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         else:
-            total = plain_multiply(a, b, a_row, b_row, b_row, row, tl.load(tile + 1).to(tl.int32), column, n, inner, 0,
+            total = plain_multiply(a, b, a_row, b_row, b_row, row, tl.load(entry + 1).to(tl.int32), column, n, inner, 0,
                                    BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, False)  # fmt: skip
         stored += programs
-        owner, number, shard_row, column = entry[0], entry[1], entry[2], entry[3]
         if JOINED:
             if stored != program:  # the tile before, whose stores have long arrived
-                set_after_bulk_stores(word, epoch)
+                set_after_bulk_stores(tl.load(word_bases + owner).to(tl.pointer_type(tl.int32)) + offset, epoch)
         else:
-            tell(word_bases, told, tl.where(stored != program, 1, 0), offset, epoch, 0)
-        if BROADCAST:
-            _ready(job, word_bases, epoch, failed, RANKS)
-        failed = _await(entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS, BROADCAST, JOINED)
-        job = _job(entry, mine, bases, turn, half, plane, lines, n, rank, out, BLOCK_M, RANKS, BROADCAST)
-        if not BESIDE:
-            _do(job, n, plane, out, kept, bias, HEIGHT, BLOCK_N, RANKS, BROADCAST, BIAS, ACTIVATION)
-        _store(slots, bases, out, total, turn, owner, rank * padded + shard_row, column, half, n, JOINED)
-        told, offset = owner % RANKS, number * LINE + rank
-        word = tl.load(word_bases + owner).to(tl.pointer_type(tl.int32)) + offset
-        entry = _entry(table, beside, stored + programs, here, here)
+            tell(word_bases, owner, tl.where(stored != program, 1, 0), offset, epoch, 0)
+        entry = table + stored * ENTRY
+        owner = tl.load(entry + 6).to(tl.int32)
+        offset = tl.load(entry + 5).to(tl.int32) * LINE + rank
+        _store(slots, bases, out, total, turn, owner, rank * padded + tl.load(entry + 4).to(tl.int32),
+               tl.load(entry + 2).to(tl.int32), half, n, JOINED)  # fmt: skip
     if program < here:
         if JOINED:
-            set_after_bulk_stores(word, epoch)
+            set_after_bulk_stores(tl.load(word_bases + owner).to(tl.pointer_type(tl.int32)) + offset, epoch)
         else:
-            tell(word_bases, told, 1, offset, epoch, 0)
-    TALL: tl.constexpr = HEIGHT * (4 if RANKS <= 4 else 2)  # nothing else needs registers now
-    if BESIDE:
-        _do(job, n, plane, out, kept, bias, TALL, BLOCK_N, RANKS, BROADCAST, BIAS, ACTIVATION)
-    if BROADCAST:
-        _ready(job, word_bases, epoch, failed, RANKS)
-    for position in range(tiles + program, tl.where(program < programs, jobs, 0), tl.maximum(programs, 1)):
-        entry = _entry(table, beside, position, 0, jobs)
-        failed = _await(entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS, BROADCAST, JOINED)
-        job = _job(entry, mine, bases, turn, half, plane, lines, n, rank, out, BLOCK_M, RANKS, BROADCAST)
-        _do(job, n, plane, out, kept, bias, TALL, BLOCK_N, RANKS, BROADCAST, BIAS, ACTIVATION)
-        if BROADCAST:
-            _ready(job, word_bases, epoch, failed, RANKS)
+            tell(word_bases, owner, 1, offset, epoch, 0)
+    _sum_up(jobs, count, taken + turn * LINE, program < active, mine + turn * half, out, kept + turn * half, bias,
+            bases, word_bases, words, turn, half, plane, lines, n, rank, epoch, abort, error, deadline_ns, HEIGHT,
+            BLOCK_N, RANKS, BROADCAST, BIAS, ACTIVATION)  # fmt: skip
     tl.store(epochs + program, epoch)

@@ -127,10 +127,6 @@ JOIN:
     selp.b32 $0, 1, 0, failed;
 }""")
 
-# The same by the last warp of 256 threads, while the first one completes what it stored; at the scope of one GPU.
-_WAIT_BESIDE_SYS = tl.constexpr(_WAIT_ALL.value.replace("%tid.x;", "%tid.x;\n    sub.u32 thread, thread, 224;"))
-_WAIT_BESIDE_GPU = tl.constexpr(_WAIT_BESIDE_SYS.value.replace("ld.acquire.sys", "ld.acquire.gpu"))
-
 _STORE = tl.constexpr("""{
     .reg .pred first;
     .reg .b32 thread;
@@ -227,30 +223,6 @@ def signal_wait_all(pointer, target, count, skipped, abort_pointer, error_pointe
         error_pointer, tl.cast(deadline_ns, tl.int64),
     ]  # fmt: skip
     return tl.inline_asm_elementwise(_WAIT_ALL, "=r,l,r,r,r,l,l,l", arguments, dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def signal_wait_beside(
-    pointer, target, count, abort_pointer, error_pointer, deadline_ns, TOGETHER: tl.constexpr
-):  # fmt: skip
-    """`signal_wait_all` by threads of the last warp of a CTA of 256 threads, which has up to 32 of them.
-
-    Whatever the other warps have to do before this wait, as the release of what was stored, takes its time beside the
-    polls. TOGETHER: all writers run on this GPU, and its scope is enough.
-    """
-    arguments = [
-        pointer, tl.cast(target, tl.int32), tl.cast(count, tl.int32), -1, abort_pointer, error_pointer,
-        tl.cast(deadline_ns, tl.int64),
-    ]  # fmt: skip
-    if TOGETHER:
-        failed = tl.inline_asm_elementwise(
-            _WAIT_BESIDE_GPU, "=r,l,r,r,r,l,l,l", arguments, dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        failed = tl.inline_asm_elementwise(
-            _WAIT_BESIDE_SYS, "=r,l,r,r,r,l,l,l", arguments, dtype=tl.int32, is_pure=False, pack=1
-        )
-    return failed
 
 
 @triton.jit

@@ -102,9 +102,9 @@ def _scatter(
     stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
     key = ("fused scatter", shards, n, plan.digest, broadcast)
     table = device_table(fabric, key, lambda: beside.common_table(shards, n, plan, broadcast))
-    ctas = plan.share.multiprocessors or problem.multiprocessors
+    every = plan.share.multiprocessors or problem.multiprocessors
     jobs = device_table(
-        fabric, ("jobs", rank, ctas, *key), lambda: beside.job_table(shards, n, plan, rank, broadcast, ctas)
+        fabric, ("jobs", rank, every, *key), lambda: beside.job_table(shards, n, plan, rank, broadcast, every)
     )
     slots: Any = stage.data.local
     mine = stage.data.local
@@ -115,21 +115,21 @@ def _scatter(
         slots = stage.describe(("slots", plan.tile, n), lambda: descriptor(rows, [1, 1, block_m, block_n // 2]))
     both = factors(x, w, fabric.bulk_copies)
     bias, ends = finishing(finish, y)
-    pace = beside.pace(size, plan, broadcast, -(-both.inner // both.block_k)) if fabric.bulk_copies else 0
-    height = beside.slice_rows(size, plan, broadcast)
+    height, summing = beside.slice_rows(size, plan, broadcast), plan.share.communication_ctas or 0
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel
         kernel[(fabric.multiprocessors,)](
             *both.operands((block_m, block_n)), slots, mine, y, mine[size * padded * n :], bias, table, jobs,
-            stage.bases, stage.word_bases, stage.words.local, epochs, *both.strides[:2], len(table), len(jobs), working,
-            both.inner, n, pace, padded, stage.half, stage.lines // 2, rank, *watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, HEIGHT=height, BESIDE=pace > 0,
-            JOINED=joined, **ends, **both.constants,
+            stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, *both.strides[:2], len(table),
+            len(jobs), working, max(min(1, working), working - summing), both.inner, n, padded, stage.half,
+            stage.lines // 2, rank, *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, HEIGHT=height, JOINED=joined, **ends,
+            **both.constants,
         )  # fmt: skip
 
     common = "scatter", plan.tile, x.dtype, broadcast, *ends.values()
-    load(fabric, stage, common, (both.transposed, pace > 0, n % 16, y.data_ptr() % 16), launch)
+    load(fabric, stage, common, (both.transposed, n % 16, y.data_ptr() % 16), launch)
     return stage, launch
 
 

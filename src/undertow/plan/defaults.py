@@ -35,6 +35,7 @@ BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find r
 _PROGRAM_CTAS = 8
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
 _SPARE = 1  # SM that a fused call leaves to kernels of others
+_SUMMING = {"matmul_reduce_scatter": 1, "matmul_all_reduce": 1}  # CTAs that sum, and copy sums, while others multiply
 _AT_ONCE_ROWS = 64  # of all ranks together: few rows that each rank sends to all
 
 
@@ -71,11 +72,15 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         tile = few.pop("tile")
     piece, share, bands, loaders = 1024, Share(), 1, 0
     pull = problem.operator == "all_gather_matmul" and problem.device == "cuda" and problem.together
-    if problem.device == "cuda":  # an SM stays free: all ranks wait for each other, and other kernels must not
-        active = max(1, problem.multiprocessors - _SPARE)
+    if problem.device == "cuda":  # an SM stays free where ranks wait for each other: other kernels must not
+        scatters = problem.operator in ("matmul_reduce_scatter", "matmul_all_reduce") and not few
+        active = max(1, problem.multiprocessors - (0 if scatters else _SPARE))
         bands = _usual_bands(problem, tile[0])
         waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
-        loaders = _loaders(active, 2 if pull else problem.ranks, bands) if waits else min(active, _MOVING)
+        if scatters:
+            loaders = min(_SUMMING[problem.operator], active - 1)
+        else:
+            loaders = _loaders(active, 2 if pull else problem.ranks, bands) if waits else min(active, _MOVING)
         share = Share(active, loaders)
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
         piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
