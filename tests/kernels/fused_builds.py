@@ -49,7 +49,7 @@ def scatter(
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": True, "RANKS": ranks,
         "BROADCAST": broadcast, "BIAS": bias, "ACTIVATION": 3 * bias,
-        "HEIGHT": slice_rows(ranks, Plan("fused", "peer", ((0, 1),), tile=tile), broadcast),
+        "HEIGHT": slice_rows(ranks, Plan("fused", "peer", ((0, 1),), tile=tile)),
         "JOINED": joined and bulk,
     }  # fmt: skip
     aligned |= {"mine": 16, "out": 16, "kept": 16, "n": 16}

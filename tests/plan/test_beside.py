@@ -53,12 +53,15 @@ def test_every_row_is_summed_or_copied_once(
 ) -> None:
     plan = plan_of(ctas, tile)
     for rank in range(len(shards)):
-        jobs = beside.job_table(shards, N, plan, rank, broadcast, ctas)
+        jobs, height = (
+            beside.job_table(shards, N, plan, rank, broadcast, ctas),
+            2 * beside.slice_rows(len(shards), plan),
+        )
         seen = np.zeros((sum(shards) if broadcast else shards[rank], N), int)
         for row, rows, column, _, out_row, owner, part, _ in jobs.tolist():
             assert broadcast or owner == rank
-            assert 1 <= rows <= beside.JOB_ROWS
-            assert part == row // beside.JOB_ROWS % (tile[0] // beside.JOB_ROWS)
+            assert 1 <= rows <= height <= tile[0]
+            assert part == row // height % (tile[0] // height)
             assert out_row == row + (sum(shards[:owner]) if broadcast else 0)
             seen[out_row : out_row + rows, column : column + tile[1]] += 1
         assert (seen == 1).all()
@@ -125,12 +128,3 @@ def test_copies_before_the_sums_they_wait_for_are_seen_to_wait_for_ever() -> Non
         jobs = jobs[np.argsort(jobs[:, beside.OWNER] == rank, kind="stable")]
         running += calls(table, jobs, 2, 1, rank, 2, words)
     assert run(random.Random(1), running, 10_000) == 4
-
-
-def test_a_slice_fits_the_registers() -> None:
-    heights = {
-        (2, False): 32, (4, False): 32, (8, False): 16, (4, True): 16, (8, True): 8,
-    }  # fmt: skip
-    for (ranks, broadcast), rows in heights.items():
-        assert beside.slice_rows(ranks, plan_of(32), broadcast) == rows
-        assert beside.slice_rows(ranks, plan_of(32, (128, 128)), broadcast) == 2 * rows

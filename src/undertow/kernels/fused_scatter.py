@@ -15,8 +15,7 @@ what they read still in the L2 cache. When tiles are over, all CTAs sum what is 
                     copy:  wait for ready[tile, part] of another's; out = what its owner summed
 
 Sums are made in fp32 of products rounded once, in the order of ranks. A tile's word follows one tile later, when its
-stores have arrived and nobody has to wait for them. Summing is a loop over slices: the next one is asked for before
-what came of the one before is added.
+stores have arrived and nobody has to wait for them.
 
 Both tables are the plan's (`plan/beside.py`), and so is who multiplies. `table`: row, rows, column, columns of the
 product; row in the owner's shard; line, the tile's number among all; owner; row of `out`. `jobs`: row in the owner's
@@ -162,11 +161,11 @@ def _job(entry, mine, bases, turn, half, plane, n, rank, kind, RANKS: tl.constex
 def _await(
     entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS: tl.constexpr, BROADCAST: tl.constexpr
 ):  # fmt: skip
-    """Wait for what a job reads. Whether the wait failed."""
-    _, _, _, _, line, owner, part = entry
-    count, place = RANKS, line * LINE
+    """Wait for what a job reads, if there is one. Whether the wait failed."""
+    _, _, _, rows, line, owner, part = entry
+    count, place = tl.where(rows > 0, RANKS, 0), line * LINE
     if BROADCAST:
-        count = tl.where(owner == rank, RANKS, 1)
+        count = tl.where(owner == rank, count, tl.minimum(count, 1))
         place = tl.where(owner == rank, place, (lines + line) * LINE + part)
     return signal_wait_all(words + place, epoch, count, -1, abort, error, deadline_ns)
 
@@ -177,33 +176,36 @@ def _sum_up(
     epoch, abort, error, deadline_ns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
     BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Jobs until there are no more. The number of the next one, and its line, are asked for while one is done."""
+    """Jobs until there are no more, each of two slices: one is asked for while the other is added.
+
+    The number of the next job, and its line, are asked for while one is done, and its first slice before the second of
+    this one is added. (Slices that changed places in a loop would have to be there to be moved.) BROADCAST: a job is
+    over, and told of, before the next one is waited for.
+    """
     unit = count
     if works:
         unit = tl.atomic_add(counter, 1, sem="relaxed")
     entry = _entry(jobs, unit, count)
-    empty = tl.zeros((HEIGHT, WIDTH), out.dtype.element_ty)
-    values = (empty,)
-    for _ in tl.static_range(RANKS - 1):
-        values = values + (empty,)
-    before = _job(entry, mine, bases, turn, half, plane, n, rank, out, RANKS, BROADCAST)
-    asked = HEIGHT * 1024  # the row of the slice that is under way: far beyond all, there is none
+    failed = _await(entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS, BROADCAST)
+    job = _job(entry, mine, bases, turn, half, plane, n, rank, out, RANKS, BROADCAST)
+    ready = (lines + entry[4]) * LINE + entry[6]
+    upper = _ask(job, 0, n, plane, out, HEIGHT, WIDTH, RANKS)
     while unit < count:
-        following = tl.atomic_add(counter, 1, sem="relaxed")
+        second = tl.maximum(HEIGHT, unit - count)  # HEIGHT: Triton 3.6 fails on a loop that does not use its condition
+        lower = _ask(job, second, n, plane, out, HEIGHT, WIDTH, RANKS)
+        unit = tl.atomic_add(counter, 1, sem="relaxed")
+        entry = _entry(jobs, unit, count)
+        _add(upper, job, 0, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
+        if BROADCAST:
+            _add(lower, job, second, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
+            tell(word_bases, 0, tl.where(job[5] != 0, RANKS, 0), ready, epoch, failed)
         failed = _await(entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS, BROADCAST)
-        job = _job(entry, mine, bases, turn, half, plane, n, rank, out, RANKS, BROADCAST)
-        line, part = entry[4], entry[6]
-        entry = _entry(jobs, following, count)
-        for top in range(0, job[4], HEIGHT):
-            found = _ask(job, top, n, plane, out, HEIGHT, WIDTH, RANKS)
-            _add(values, before, asked, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
-            values, before, asked = found, job, top
-        if BROADCAST:  # told before anything is waited for
-            _add(values, before, asked, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
-            asked = HEIGHT * 1024
-            tell(word_bases, 0, tl.where(job[5] != 0, RANKS, 0), (lines + line) * LINE + part, epoch, failed)
-        unit = following
-    _add(values, before, asked, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
+        following = _job(entry, mine, bases, turn, half, plane, n, rank, out, RANKS, BROADCAST)
+        ready = (lines + entry[4]) * LINE + entry[6]
+        upper = _ask(following, 0, n, plane, out, HEIGHT, WIDTH, RANKS)
+        if not BROADCAST:
+            _add(lower, job, second, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
+        job = following
 
 
 @triton.jit
@@ -241,8 +243,8 @@ def fused_scatter_kernel(
     numbers, and `half` elements further for those of odd ones; `kept` (BROADCAST) likewise without sources, behind the
     slots. JOINED: `slots` describes all ranks' memory, [ranks, 2, rows, N]. `bases`, `word_bases`: addresses of all
     ranks' memory and words; `words` those here: a line for each of `lines` tiles, and as many for sums that are ready.
-    The first `active` CTAs work, the first `multiplying` of them multiply before they take some of the `count` jobs, in
-    slices of HEIGHT rows; every CTA of the grid, which never changes, counts calls in its word of `epochs`.
+    The first `active` CTAs work, the first `multiplying` of them multiply before they take some of the `count` jobs, of
+    two slices of HEIGHT rows each; every CTA of the grid, which never changes, counts calls in its word of `epochs`.
     """
     program, programs = tl.program_id(0), multiplying
     n, half = n // 8 * 8, half // 8 * 8  # they are so already: it tells the compiler

@@ -115,7 +115,7 @@ def _scatter(
         slots = stage.describe(("slots", plan.tile, n), lambda: descriptor(rows, [1, 1, block_m, block_n // 2]))
     both = factors(x, w, fabric.bulk_copies)
     bias, ends = finishing(finish, y)
-    height, summing = beside.slice_rows(size, plan, broadcast), plan.share.communication_ctas or 0
+    height, summing = beside.slice_rows(size, plan), plan.share.communication_ctas or 0
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from .plan import Plan
 
 LAG = 3  # waves
-JOB_ROWS = 64
 SHARD_ROW, ROWS, COLUMN, TILE_LINE, OUT_ROW, OWNER, PART = range(7)  # columns of a line of the jobs' table
 
 
@@ -57,14 +56,14 @@ def job_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast:
     number = np.arange(len(table)) + np.where(own, 0, LAG * ctas)
     wanted = np.flatnonzero(own | broadcast)
     wanted = wanted[np.argsort(number[wanted], kind="stable")]
-    found = []
-    for top in range(0, plan.tile[0], JOB_ROWS):
+    found, height = [], 2 * slice_rows(len(shards), plan)
+    for top in range(0, plan.tile[0], height):
         tiles = table[wanted]
         jobs = np.zeros((len(tiles), 8), dtype=np.int64)
         jobs[:, SHARD_ROW], jobs[:, OUT_ROW] = tiles[:, fused.SHARD_ROW] + top, tiles[:, fused.OUT_ROW] + top
-        jobs[:, ROWS] = np.clip(tiles[:, fused.ROWS] - top, 0, JOB_ROWS)
+        jobs[:, ROWS] = np.clip(tiles[:, fused.ROWS] - top, 0, height)
         jobs[:, COLUMN], jobs[:, TILE_LINE] = tiles[:, fused.COLUMN], tiles[:, fused.TILE_LINE]
-        jobs[:, OWNER], jobs[:, PART] = tiles[:, fused.OWNER], top // JOB_ROWS
+        jobs[:, OWNER], jobs[:, PART] = tiles[:, fused.OWNER], top // height
         found.append(jobs)
     jobs = np.stack(found, 1).reshape(-1, 8)
     jobs = jobs[jobs[:, ROWS] > 0]
@@ -72,8 +71,7 @@ def job_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast:
     return jobs
 
 
-def slice_rows(ranks: int, plan: Plan, broadcast: bool) -> int:
-    """Rows that a CTA asks for at once, while it adds as many: what its registers hold of all ranks."""
+def slice_rows(ranks: int, plan: Plan) -> int:
+    """Rows that a CTA asks for at once, half a job: what its registers hold of all ranks, twice."""
     assert plan.tile is not None
-    elements = (8192 if ranks <= 4 else 4096) // (2 if broadcast else 1)
-    return min(JOB_ROWS, elements // plan.tile[1])
+    return min(plan.tile[0] // 2, (8192 if ranks <= 4 else 4096) // plan.tile[1])
