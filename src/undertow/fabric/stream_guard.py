@@ -147,7 +147,7 @@ class StreamGuard:
                 return
 
     def _look(self) -> bool:
-        """Whether a kernel has reported; then the group fails: who settles and checks must not take poison for a result.
+        """Whether a kernel has reported; then the group fails: who settles and checks must not take poison for results.
 
         One was late. It sets the abort word, and those who then give up may write their code over its own.
         """
