@@ -162,6 +162,33 @@ def posted_calls_in_a_row(group: ut.Group) -> int:
 
 @check
 @torch.no_grad()
+def the_host_waits_behind_posts(group: ut.Group) -> int:
+    """A rank comes late; the others read a number that depends on its slices, or go on over `net`, where the host
+    waits: their proxies must be able to call the driver meanwhile."""
+    given, want = large(group, batch=500)
+    for strategy in (*POSTED, "serial:net"):  # what is new is made now
+        assert float(ut.embedding_all_to_all(**given, strategy=strategy).sum()) == float(want.sum())
+    usual, group.deadline = group.deadline, 10.0
+    for strategy in POSTED:
+        group.barrier()
+        if group.rank == group.size - 1:
+            time.sleep(0.2)
+        total = float(ut.embedding_all_to_all(**given, strategy=strategy).sum())
+        group.check()
+        assert total == float(want.sum()), f"{strategy}, rank {group.rank}"
+        group.barrier()
+        if group.rank == group.size - 1:
+            time.sleep(0.2)
+        results = [ut.embedding_all_to_all(**given, strategy=one) for one in (strategy, "serial:net")]
+        group.check()
+        for y in results:
+            assert torch.equal(y, want), f"{strategy}, rank {group.rank}"
+    group.deadline = usual
+    return len(POSTED)
+
+
+@check
+@torch.no_grad()
 def some_peers_are_reached(group: ut.Group) -> int:
     """As between nodes: every other rank has a peer pointer and the rest are posted to, by one kernel."""
     if group.device.type != "cuda":
