@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -192,7 +193,9 @@ def one_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch, capture: list[int] | No
     monkeypatch.setattr(cuda.stream_memory, "capture_of", lambda stream: capture[0])
     monkeypatch.setattr(cuda, "Captured", lambda stream: _Graph(capture[0]))
     group, device = SimpleNamespace(size=1, rank=0), torch.device("cpu")
-    fabric = SimpleNamespace(group=group, device=device, workspace=workspace, signals=lambda count: None)
+    fabric = SimpleNamespace(
+        group=group, device=device, workspace=workspace, signals=lambda count: None, rest=lambda: None
+    )
     return cuda.Exchange(fabric)
 
 
@@ -205,6 +208,16 @@ def test_a_narrow_call_leaves_a_wide_result_alone(cuda: Any, monkeypatch: pytest
     narrow.whole.fill_(2)
     assert (wide.place, narrow.place) == (1, 0), "a source that the watchdog releases finds a 1: the first place"
     assert bool((wide.whole == 1).all())
+
+
+def test_memory_goes_when_places_grow_and_not_with_a_result(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symmetric memory that goes waits for kernels, which may wait for a thread of this process."""
+    exchange, like, places = one_rank(cuda, monkeypatch), torch.empty(0), []
+    for rows in (1 << 10, 1 << 16, 1 << 17):
+        kept = exchange.take(Layout(((Piece(0, 10, 64),),)), [rows], like)
+        places.append(weakref.ref(exchange._memory[kept.base[0]]))
+        assert [one() is None for one in places] == [number < len(places) - 2 for number in range(len(places))]
+    kept.whole.fill_(1)
 
 
 LAYOUT = Layout(((Piece(0, 10, 8),),))

@@ -49,3 +49,16 @@ def test_whatever_a_kernel_reports_ends_the_group(code: int, guard: Any) -> None
     guard._group = SimpleNamespace(rank=0, deadline=5.0, why_waiting=lambda peer, waited: waited, fail=failures.append)
     guard._tick(0.0)
     assert len(failures) == (code != 0)
+
+
+def test_a_check_finds_what_a_kernel_reported(guard: Any) -> None:
+    """Before the watchdog's next look: who settles and then checks must not take poison for a result."""
+    failures: list[str] = []
+    guard.error = torch.zeros(1, dtype=torch.int32)
+    guard._group = SimpleNamespace(why_waiting=lambda peer, waited: waited, fail=failures.append)
+    assert not guard._look()
+    guard.error.fill_(LATE.value)
+    assert guard._look()
+    assert failures == ["a kernel waited for a signal until its deadline"]
+    guard.close()
+    assert not guard._look()

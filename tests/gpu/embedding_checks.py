@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
@@ -129,9 +130,20 @@ def large(group: ut.Group, tables: int = 3, dim: int = 128, batch: int = 3000) -
 @check
 @torch.no_grad()
 def posted_calls_in_a_row(group: ut.Group) -> int:
-    """Without a word between them: each brings other numbers, so that one that came too early or too late is seen."""
+    """Without a word between them: each brings other numbers, so that one that came too early or too late is seen.
+
+    The first ones are small, so that memory grows between two calls. Then once more with a rank that comes late: the
+    kernels of the others wait, with all calls behind them, and their proxies must bring what they wait for.
+    """
     given, want = large(group)
-    for strategy in POSTED:
+    few, want_few = large(group, batch=10)
+    for strategy, late in itertools.product(POSTED, (False, True)):
+        small = [ut.embedding_all_to_all(**few, strategy=strategy) for _ in range(2)]
+        if late:
+            group.fabric.settle()
+            group.barrier()
+            if group.rank == group.size - 1:
+                time.sleep(0.3)
         results = []
         for number in range(5):
             for one in given["tables"]:
@@ -139,10 +151,41 @@ def posted_calls_in_a_row(group: ut.Group) -> int:
             results.append(ut.embedding_all_to_all(**given, strategy=strategy))
         group.fabric.settle()
         group.check()
+        for y in small:
+            assert torch.equal(y, want_few), f"{strategy}, small, rank {group.rank}"
         for number, y in enumerate(results):
-            assert torch.equal(y, want * 2**number), f"{strategy}, call {number}, rank {group.rank}"
+            assert torch.equal(y, want * 2**number), f"{strategy}, call {number}, rank {group.rank}, late: {late}"
         for one in given["tables"]:
             one.div_(16)
+    return len(POSTED)
+
+
+@check
+@torch.no_grad()
+def the_host_waits_behind_posts(group: ut.Group) -> int:
+    """A rank comes late; the others read a number that depends on its slices, or go on over `net`, where the host
+    waits: their proxies must be able to call the driver meanwhile."""
+    given, want = large(group, batch=500)
+    expected = float(want.sum())
+    for strategy in (*POSTED, "serial:net"):  # what is new is made now
+        ut.embedding_all_to_all(**given, strategy=strategy)
+        group.fabric.settle()
+    usual, group.deadline = group.deadline, 10.0
+    for strategy in POSTED:
+        group.barrier()
+        if group.rank == group.size - 1:
+            time.sleep(0.2)
+        total = float(ut.embedding_all_to_all(**given, strategy=strategy).sum())
+        group.check()
+        assert total == expected, f"{strategy}, rank {group.rank}"
+        group.barrier()
+        if group.rank == group.size - 1:
+            time.sleep(0.2)
+        results = [ut.embedding_all_to_all(**given, strategy=one) for one in (strategy, "serial:net")]
+        group.check()
+        for y in results:
+            assert torch.equal(y, want), f"{strategy}, rank {group.rank}"
+    group.deadline = usual
     return len(POSTED)
 
 

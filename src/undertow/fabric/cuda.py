@@ -88,6 +88,7 @@ class CudaFabric(Fabric):
         count = prod(shape)
         failure = ""
         flat: torch.Tensor | None = None
+        self.rest()
         try:
             if self._no_peers:
                 flat = torch.empty(max(1, count), dtype=dtype, device=self.device)
@@ -124,8 +125,16 @@ class CudaFabric(Fabric):
     def settle(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
-    def _quiesce(self) -> None:
+    def rest(self) -> None:
+        """Wait for all kernels of this rank, before memory is made or pinned.
+
+        That may wait for them anyway, but with the driver's lock in its hands, or the interpreter's; and a kernel may
+        be waiting for a thread of this process that needs them, such as the proxy's. This wait holds neither.
+        """
         torch.cuda.synchronize(self.device)
+
+    def _quiesce(self) -> None:
+        self.rest()
         self.group.barrier()
 
     # -- signals, lanes, streams -----------------------------------------------------------------------------------
@@ -147,6 +156,7 @@ class CudaFabric(Fabric):
 
     def flags(self, count: int) -> Signals:
         """In pinned host memory: the watchdog can set them by a plain store, whatever state the driver is in."""
+        self.rest()
         words = PinnedSegment(self.group, self.group.size * count * WORD_STRIDE, "flags between streams")
         bases = [words.address + rank * count * WORD_STRIDE for rank in range(self.group.size)]
         made = CudaSignals(self, bases, count, owner=words)
@@ -162,6 +172,7 @@ class CudaFabric(Fabric):
         from .cuda_lanes import CopyLane, PeerLane, StagedLane
         from .net import NetLane
 
+        self.rest()
         if name == "net":
             return NetLane(self.group)
         if name == "peer":

@@ -70,6 +70,7 @@ class Group:
         self.abort_address = int(self._abort.ctypes.data)
         self._abort_hooks: list[Callable[[errors.UndertowError], None]] = []
         self._tick_hooks: list[Callable[[float], None]] = []
+        self._check_hooks: list[Callable[[], object]] = []
         self._fabric: Fabric | None = None
         self.when_closed: Callable[[Group], None] | None = None
 
@@ -280,6 +281,9 @@ class Group:
 
     def check(self) -> None:
         """Raise if the group has failed or was closed."""
+        if self._failure is None:
+            for hook in self._check_hooks:
+                hook()
         if self._failure is not None:
             raise type(self._failure)(**self._failure.facts)
         if self.closed:
@@ -292,6 +296,10 @@ class Group:
     def on_every_tick(self, hook: Callable[[float], None]) -> None:
         """Call `hook` a few times a second from the watchdog's thread."""
         self._tick_hooks.append(hook)
+
+    def on_check(self, hook: Callable[[], object]) -> None:
+        """Call `hook` before every look at whether the group has failed: it may know what nobody has noticed yet."""
+        self._check_hooks.append(hook)
 
     def mismatch(self) -> errors.MismatchedCall | None:
         """The error if a rank of this node is in the same call as this one, but called something else."""
@@ -394,6 +402,7 @@ class Group:
             self.closed = True
         self._abort_hooks.clear()
         self._tick_hooks.clear()
+        self._check_hooks.clear()
         if self.when_closed is not None:
             self.when_closed(self)
         self.fall_silent()

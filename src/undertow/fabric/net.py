@@ -64,6 +64,10 @@ class NetLane(Lane):
 
     def _send(self, peer: int, source: torch.Tensor, slot: int) -> None:
         self._check(peer)
+        if self._on_device:
+            # By itself first: the copy, to memory that is not pinned, would wait for the stream with the driver's lock,
+            # which the proxy's thread may need to bring what a kernel of the stream is waiting for.
+            torch.cuda.current_stream(source.device).synchronize()
         host = source.cpu() if self._on_device else source
         with self._group.connected("send"):
             self._pending.append((self._wire.send([_bytes(host)], peer, self._first_tag + slot), host))

@@ -1,15 +1,20 @@
 """The proxy's `net` path: a header, then the bytes in pieces, to the other rank's proxy, on a Gloo group of its own.
 
-The receiver does not know what comes next, so a second thread waits for a header from anybody. A GPU's bytes pass
-through pinned host memory on both sides, which is made once: pinning memory may wait for kernels, and those of this
-rank may be waiting for the proxy. Driver calls copy it, not torch, which would remember the stream with the memory and
-ask for it when it is long gone.
+The receiver does not know what comes next, so a second thread waits for a header from anybody, for as long as it takes.
+A GPU's bytes pass through pinned host memory on both sides, which is made once: pinning memory may wait for kernels,
+and those of this rank may be waiting for the proxy. Driver calls copy it, not torch, which would remember the stream
+with the memory and ask for it when it is long gone.
+
+For the same reason neither thread keeps anything of an attached buffer once a transfer is over, and on a GPU neither
+makes a tensor of one: a buffer that was replaced goes with its last tensor, and symmetric memory that goes waits for
+all kernels of the rank, with the interpreter's lock in its hands.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,66 +32,70 @@ _HEADER_TAG, _BYTES_TAG = 0, 1
 _FIELDS = 4  # destination buffer, destination offset, byte count, signal index
 _GOODBYE = -1
 _PIECE = 4 << 20
+_EVER = timedelta(days=3650)  # between two transfers: the deadline is for those who wait for one
 
 
 class NetDrain(Drain):
-    """Sends in the proxy's thread, receives in one of its own."""
+    """Sends in the proxy's thread, receives in one of its own; on a GPU each with a stream of its own."""
 
     def __init__(self, proxy: Proxy) -> None:
         self._proxy = proxy
         self._group = proxy.group
         self._wire = proxy.group.gloo("proxy")
         self._arrivals = Arrivals(proxy.group, proxy.signals)
-        self._stream: torch.cuda.Stream | None = None
+        self._on_device = proxy.on_device
         if proxy.on_device:
             from .stream_memory import new_stream
 
-            self._stream = new_stream(proxy.group.device)
+            self._out, self._in = (new_stream(proxy.group.device, priority=-1) for _ in range(2))
             self._leaving, self._arriving = (torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2))
         self._receiver = threading.Thread(target=self._receive, name="undertow-proxy-net", daemon=True)
         self._receiver.start()
 
     def start(self, post: Post) -> None:
         header = [post.destination_buffer, post.destination_offset, post.byte_count, post.signal_index]
-        to, here = post.destination_rank, self._bytes(post.source_buffer, post.source_offset, post.byte_count)
+        to = post.destination_rank
         if to == self._group.rank:
-            there = self._bytes(post.destination_buffer, post.destination_offset, post.byte_count)
-            for piece, source in zip(_pieces(there), _pieces(here), strict=True):
-                self._store(piece, self._on_host(source))  # a copy inside the card might need an SM that is taken
+            for first, size in _pieces(post.byte_count):  # a copy inside the card might need an SM that is taken
+                host = self._on_host(post.source_buffer, post.source_offset + first, size)
+                self._store(post.destination_buffer, post.destination_offset + first, host)
             self._signal(post.signal_index)
             return
         with self._group.connected("the proxy's send"):
             self._wire.send([torch.tensor(header)], to, _HEADER_TAG).wait()
-            for piece in _pieces(here):
-                self._wire.send([self._on_host(piece)], to, _BYTES_TAG).wait()
+            for first, size in _pieces(post.byte_count):
+                host = self._on_host(post.source_buffer, post.source_offset + first, size)
+                self._wire.send([host], to, _BYTES_TAG).wait()
 
     def progress(self) -> bool:
         return False
 
+    def _address(self, buffer: int, offset: int) -> int:
+        return self._proxy.buffers[buffer].address(self._group.rank) + offset
+
     def _bytes(self, buffer: int, offset: int, size: int) -> torch.Tensor:
-        """A range of an attached buffer of this rank."""
+        """On a CPU: a range of an attached buffer of this rank."""
         return self._proxy.buffers[buffer].as_type(torch.uint8).local[offset : offset + size]
 
-    def _on_host(self, piece: torch.Tensor) -> torch.Tensor:
+    def _on_host(self, buffer: int, offset: int, size: int) -> torch.Tensor:
         """The bytes in host memory: those of the CPU buffer itself, as a send has read them when it returns."""
-        if self._stream is None:
-            return piece
+        if not self._on_device:
+            return self._bytes(buffer, offset, size)
         from .stream_memory import to_host
 
-        host = self._leaving[: piece.numel()]
-        to_host(self._stream.cuda_stream, host.data_ptr(), piece.data_ptr(), piece.numel())
-        self._stream.synchronize()
-        return host
+        to_host(self._out.cuda_stream, self._leaving.data_ptr(), self._address(buffer, offset), size)
+        self._out.synchronize()
+        return self._leaving[:size]
 
-    def _store(self, piece: torch.Tensor, host: torch.Tensor) -> None:
+    def _store(self, buffer: int, offset: int, host: torch.Tensor) -> None:
         """Bytes from host memory to their place; done when this returns, as that memory is used again."""
-        if self._stream is None:
-            piece.copy_(host)
+        if not self._on_device:
+            self._bytes(buffer, offset, host.numel()).copy_(host)
             return
         from .stream_memory import to_device
 
-        to_device(self._stream.cuda_stream, piece.data_ptr(), host.data_ptr(), piece.numel())
-        self._stream.synchronize()
+        to_device(self._in.cuda_stream, self._address(buffer, offset), host.data_ptr(), host.numel())
+        self._in.synchronize()
 
     def _receive(self) -> None:
         if self._proxy.on_device:
@@ -108,30 +117,32 @@ class NetDrain(Drain):
         while remaining:
             header = torch.zeros(_FIELDS, dtype=torch.int64)
             work = self._wire.recv_anysource([header], _HEADER_TAG)
-            work.wait()
+            work.wait(_EVER)
             fields = [int(one) for one in header]
             if fields[0] == _GOODBYE:
                 remaining -= 1
-                continue
-            buffer, offset, size, signal = fields
-            there = self._bytes(buffer, offset, size)
-            for piece in _pieces(there):
-                arrived = self._arriving[: piece.numel()] if self._stream is not None else piece
-                self._wire.recv([arrived], work._source_rank(), _BYTES_TAG).wait()
-                if self._stream is not None:
-                    self._store(piece, arrived)
-            self._signal(signal)
+            else:
+                self._take_in(work._source_rank(), *fields)  # what it holds goes when it returns
+
+    def _take_in(self, source: int, buffer: int, offset: int, size: int, signal: int) -> None:
+        """The bytes that a header announced; then their signal."""
+        for first, count in _pieces(size):
+            place = self._arriving[:count] if self._on_device else self._bytes(buffer, offset + first, count)
+            self._wire.recv([place], source, _BYTES_TAG).wait()
+            if self._on_device:
+                self._store(buffer, offset + first, place)
+        self._signal(signal)
 
     def _signal(self, index: int) -> None:
         """Say that one more transfer has arrived; releases its bytes."""
         if index == ring_layout.NO_SIGNAL:
             return
-        if self._stream is None:
+        if not self._on_device:
             self._arrivals.advance(index, atomics.signal_set)
             return
         from .stream_memory import write
 
-        stream = self._stream.cuda_stream
+        stream = self._in.cuda_stream
         self._arrivals.advance(index, lambda address, count: write(stream, address, count))
 
     def close(self) -> None:
@@ -147,7 +158,7 @@ class NetDrain(Drain):
             self._group.check()
 
 
-def _pieces(flat: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Bytes in the order in which they travel: as many messages on both sides."""
-    for start in range(0, flat.numel(), _PIECE):
-        yield flat[start : start + _PIECE]
+def _pieces(size: int) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) in the order in which they travel: as many messages on both sides."""
+    for first in range(0, size, _PIECE):
+        yield first, min(_PIECE, size - first)

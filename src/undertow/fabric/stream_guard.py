@@ -54,6 +54,7 @@ class StreamGuard:
         torch.cuda.synchronize(self._device)
         group.on_abort(self._on_abort)
         group.on_every_tick(self._tick)
+        group.on_check(self._look)
 
     def expect(self, address: int, target: int, on_host: bool) -> None:
         """A stream of this rank is about to wait for `target` at `address`."""
@@ -133,9 +134,7 @@ class StreamGuard:
             self._closed = True
             self._group.fail(error)
             return
-        if int(self.error[0]) != 0:
-            # One was late. It sets the abort word, and those who then give up may write their code over its own.
-            self._group.fail(self._group.why_waiting(None, "a kernel waited for a signal until its deadline"))
+        if self._look():
             return
         for address in list(self._busy_of.values()):
             state = atomics.load(address)
@@ -146,6 +145,16 @@ class StreamGuard:
                 waited = f"a stream has been in one call for {self._group.deadline:g} s"
                 self._group.fail(self._group.why_waiting(None, waited))
                 return
+
+    def _look(self) -> bool:
+        """Whether a kernel has reported; then the group fails: who settles and checks must not take poison for results.
+
+        One was late. It sets the abort word, and those who then give up may write their code over its own.
+        """
+        if self._closed or atomics.load(self.error.data_ptr()) == 0:
+            return False
+        self._group.fail(self._group.why_waiting(None, "a kernel waited for a signal until its deadline"))
+        return True
 
     def _on_abort(self, error: errors.UndertowError) -> None:
         if not self._closed and not isinstance(error, errors.DeviceLost):

@@ -206,6 +206,9 @@ class Lookup(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         call: Backward = ctx.call
         gathered = gather_gradient(call.fabric, ctx.lane, gradients[0].contiguous(), call.layout, call.batches)
+        # The host reads offsets next. That copy would wait for the stream with the driver's lock, which the proxy may
+        # need to bring what a kernel of the forward pass is waiting for.
+        call.fabric.settle()
         # After the exchange: what was changed in place ends this rank's backward pass, and others wait for nothing.
         values, offsets, weights, *held = ctx.saved_tensors
         tables = tuple(held) or call.bags.tables
@@ -215,8 +218,7 @@ class Lookup(torch.autograd.Function):
             for_weights = weight_gradients(bags, gathered, call.divisor)
         rows = row_gradients(bags, gathered, call.divisor)
         if call.optimizer is not None:
-            call.fabric.settle()  # the exchange is over: if it was aborted, the tables must not take poison for a step
-            call.fabric.group.check()
+            call.fabric.group.check()  # the exchange is over: if it was aborted, tables must not take poison for a step
             call.optimizer.step(bags.tables, rows)
             return None, None, for_weights, *([None] * len(bags.tables))
         make = sparse if call.sparse else dense

@@ -101,6 +101,7 @@ def distribute(
     """Values, lengths and weights of this rank's pieces for all samples, as `agree` found them. Collective."""
     rank, tables = fabric.group.rank, len(layout.dims)
     by_table = lengths.reshape(tables, batches[rank]).long()
+    fabric.settle()  # the host reads lengths: a copy that waits holds the driver's lock, which the proxy may need
     ends = [0, *accumulate(int(one) for one in by_table.sum(1).tolist())]
     lane = _lane(fabric)
     wanted = [[one.table for one in pieces] for pieces in layout.held]

@@ -148,6 +148,8 @@ class Exchange:
         self._streams, self._kernels = Words(fabric, in_kernel=False), Words(fabric, in_kernel=True)
         self._leases: dict[tuple[int, int], _Lease] = {}
         self._graph: Captured | None = None  # of the last captured call
+        self._room = 0  # of a place, the largest yet
+        self._memory: dict[int, torch.Tensor] = {}  # that places are or were in, by address
 
     @staticmethod
     def of(fabric: CudaFabric) -> Exchange:
@@ -167,11 +169,16 @@ class Exchange:
         """A place for a call's result. Collective where the places have to grow."""
         size = like.element_size()
         room = -(-max(1, max(batches) * layout.room * size) // _ALIGNMENT) * _ALIGNMENT
+        graph = self._captured()
+        if room > self._room and graph is None:
+            self._let_go()
+            self._room = room
         space = self._fabric.workspace("embedding results", PLACES * room)
         # By the workspace, which all shapes share, not by this call's shape: a place must not reach into another one's.
         distance = space.nbytes // PLACES // _ALIGNMENT * _ALIGNMENT
         base = [space.address(one) if space.reaches(one) else 0 for one in range(self._size)]  # 0: others are posted to
-        mine, rows, graph = base[self._rank], batches[self._rank], self._captured()
+        mine, rows = base[self._rank], batches[self._rank]
+        self._memory.setdefault(mine, space.local)
         leasable = range(_EAGER, _CAPTURED) if graph is None else range(_CAPTURED, PLACES)
         place = next((one for one in leasable if self._is_free(mine, one, graph)), _COPIED)
         nbytes = rows * layout.room * size
@@ -182,6 +189,16 @@ class Exchange:
             self._lease(mine, place, leased, graph)
         whole = torch.as_tensor(leased, device=like.device).view(like.dtype).view(rows, layout.room)
         return Result(self, base, distance, place, layout, whole)
+
+    def _let_go(self) -> None:
+        """Of memory that no result stands on any more, now that places grow and the rank is at rest.
+
+        Not when the last result is dropped, whenever that is: symmetric memory that goes waits for all kernels of the
+        rank, with the interpreter's lock in its hands, and one of them may be waiting for the proxy's thread.
+        """
+        self._fabric.rest()
+        used = {base for (base, _), lease in self._leases.items() if lease.tensor() is not None}
+        self._memory = {base: memory for base, memory in self._memory.items() if base in used}
 
     def _captured(self) -> Captured | None:
         """The graph that this call goes into, if it is captured."""

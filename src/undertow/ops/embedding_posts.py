@@ -17,6 +17,9 @@ each other, that proves nothing, and the call ends with a barrier of all ranks' 
 rank, and hold back the driver's calls of the proxy's thread, which a waiting kernel needs. So whatever is new is made
 on an idle stream; a call like one before it waits for nothing.
 
+The same holds for callers, while such a call is under way: a kernel that is loaded then, or a copy to or from memory
+that is not pinned, may wait with the driver's lock, until the deadline. Whoever needs one settles the stream first.
+
 **Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
 The proxy's thread serves replays as it serves calls.
 """
