@@ -68,4 +68,9 @@ def log(ptx: str) -> str:
 
 
 def test_a_gather_as_it_is_launched() -> None:
-    interpreted("interpreted_launches.py::test_a_gather_as_it_is_launched[True-rows1-264-1-True]")
+    """Pulled and beside tiles, from shards of which one has too few own tiles; `test_every_launch` has all others."""
+    interpreted("interpreted_launches.py::test_a_gather_as_it_is_launched[True-uneven shards-True-None]")
+
+
+def test_rows_that_arrive_as_it_is_launched() -> None:
+    interpreted("interpreted_launches.py::test_rows_that_arrive_as_it_is_launched[520-True-True]")
