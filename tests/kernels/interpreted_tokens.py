@@ -82,8 +82,8 @@ def itself(value):
 
 for _module in (fused_exchange, fused_gather, fused_scatter):
     for _name, _other in (
-        ("has_bulk_copies", bulk_copies), ("tell", told), ("tell_each", told_each), ("take_turn", no_turn), ("signal_wait_all", no_wait),
-        ("signal_set", set_word), ("proxy_fence", no_fence), ("settled", itself),
+        ("has_bulk_copies", bulk_copies), ("tell", told), ("tell_each", told_each), ("take_turn", no_turn),
+        ("signal_wait_all", no_wait), ("signal_set", set_word), ("proxy_fence", no_fence), ("settled", itself),
     ):  # fmt: skip
         if hasattr(_module, _name):
             setattr(_module, _name, _other)

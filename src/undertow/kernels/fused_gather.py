@@ -226,6 +226,8 @@ def fused_gather_kernel(
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program, volatile=True) + 1
+    tl.debug_barrier()  # all threads have read it
+    tl.store(epochs + program, epoch)  # now, as its address would be one too many for the main loop
     turn = epoch & 1
     turn_row, turn_line = turn * capacity, turn * lines
     if ANNOUNCED:
@@ -274,4 +276,3 @@ def fused_gather_kernel(
             store_tile(out, c, _bias_of(bias, entry, GROUPED), total, entry, PARTS, BULK, EVEN, BIAS,
                        ACTIVATION)  # fmt: skip
             position = following
-    tl.store(epochs + program, epoch)
