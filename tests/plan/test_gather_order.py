@@ -1,4 +1,4 @@
-"""Gathers as their CTAs go through the tables, in any order that ranks and CTAs may run in: every wait ends."""
+"""Who brings the rows of a gather, and when; and that every wait ends, in whatever order ranks and CTAs run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from undertow.plan import fused
@@ -16,6 +17,65 @@ from undertow.plan.tokens import Tokens
 
 K = 1200  # of three pieces
 PLAN = Plan("fused", "peer", ((0, 1),), tile=(128, 256), group_bands=3, piece=512)
+JOBS = ((300, 1, 128, 95), (64, 33), (129, 129, 129, 129), (1000,))
+
+
+@pytest.mark.parametrize("shards", JOBS)
+@pytest.mark.parametrize("block_m", [64, 128])
+@pytest.mark.parametrize("k", [8, 512, 4096, 12288])
+def test_every_row_is_brought_by_one_job_and_every_piece_has_a_word(
+    shards: tuple[int, ...], block_m: int, k: int
+) -> None:
+    """All words of a band that others wait for are told, none twice, and all of them lie in the band's line."""
+    plan = replace(PLAN, tile=(block_m, 256), piece=fused.piece_of(k, block_m))
+    pieces = fused.parts(plan, k)
+    told: dict[int, tuple[int, int]] = {}  # first row and rows of each word's job, counted from the first rank's
+    for rank in range(len(shards)):
+        pushes = fused.push_table(shards, plan, rank)
+        table = fused.job_table(pushes, plan, k)
+        covered = np.zeros(shards[rank], int)
+        for row, rows, to, into, word, first, heard, _ in table.tolist():
+            assert 1 <= rows <= fused.JOB_ROWS
+            assert into == sum(shards[:rank]) + row
+            assert (to, first, heard) == ((rank - 1) % len(shards), 0, len(shards))
+            covered[row : row + rows] += 1
+            for piece in range(pieces):
+                assert word + piece not in told
+                told[word + piece] = into, rows
+        assert (covered == (1 if len(shards) > 1 else 0)).all()
+        assert table[:, 0].tolist() == sorted(table[:, 0].tolist())  # the first bands, which are needed first, first
+    for rank in range(len(shards)):
+        for row, rows, *_, line, _ in fused.gather_table(shards, 300, plan, rank).tolist():
+            if line == fused.OWN:
+                continue
+            awaited = -(-rows // fused.JOB_ROWS) * pieces
+            assert awaited <= fused.words(plan, k, "cuda") <= fused.LINE
+            found = {told.pop(line * fused.LINE + word, (0, 0)) for word in range(awaited)} - {(0, 0)}
+            assert sum(count for _, count in found) in (0, rows)  # 0: a tile before it has looked
+            assert all(row <= first < row + rows for first, _ in found)
+    assert told == {}
+
+
+@pytest.mark.parametrize("shards", [*JOBS, (2048,) * 4, (256, 2048)])
+@pytest.mark.parametrize("n", [1, 256, 2560, 14336])
+@pytest.mark.parametrize("ctas", [1, 7, 32])
+def test_whoever_has_a_job_waits_for_nobody(shards: tuple[int, ...], n: int, ctas: int) -> None:
+    """Positions that have jobs are own tiles, and so is a wave behind them, where there are so many."""
+    plan = replace(PLAN, group_bands=8, share=Share(ctas))
+    for rank in range(len(shards)):
+        jobs = len(fused.job_table(fused.push_table(shards, plan, rank), plan, 64))
+        own = fused.tiles_of(shards[rank : rank + 1], n, plan)
+        beside = fused.beside(jobs, own, plan)
+        assert beside == (min(jobs, own) if own >= ctas else 0)
+        lines = fused.gather_table(shards, n, plan, rank)[:, fused.BAND_LINE]
+        assert (lines == fused.OWN).sum() == own
+        early = fused.early_tiles(shards, n, plan, rank)
+        assert (early == 0) == (beside == 0)
+        assert (lines[:early] == fused.OWN).all()
+        assert beside <= early
+        assert not beside or early == own or beside + ctas <= early <= beside + 2 * ctas
+        first = replace(plan, share=Share(ctas, ctas))  # all jobs before the first tile
+        assert (fused.beside(jobs, own, first), fused.early_tiles(shards, n, first, rank)) == (0, 0)
 
 
 class Node:
