@@ -83,11 +83,11 @@ def gather(bench: Bench, m: int, k: int, n: int) -> Made:
         "cublas": lambda _: torch.mm(whole, w, out=y), "gemm": lambda _: (alone(), y)[1],
         "fused": bench.fused(x, w, out, problem, plan),
     }  # fmt: skip
-    every = plan.share.multiprocessors
-    for name, loaders in (("fused, rows beside own tiles", None), ("fused, rows first", every)):
-        if loaders != plan.share.communication_ctas and (loaders or problem.bulk):
+    active = plan.share.multiprocessors or bench.sms
+    for loaders in sorted({min(one, active) for one in bench.options["loaders"]}):
+        if loaders != plan.share.communication_ctas:
             other = replace(plan, share=replace(plan.share, communication_ctas=loaders))
-            found[name] = bench.fused(x, w, out, problem, other)
+            found[f"fused {loaders}"] = bench.fused(x, w, out, problem, other)
     if plan.pull:
         pushed = fused_plan(replace(problem, together=False), "peer")
         found["fused, pushed"] = bench.fused(x, w, out, problem, pushed)

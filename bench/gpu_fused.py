@@ -147,6 +147,7 @@ def main() -> None:
     parser.add_argument("--only", default="decode,scatter,gather,backward,reduce,leave,arrive")
     parser.add_argument("--models", default="llama3-70b,gpt3-175b")
     parser.add_argument("--m", default="2048,8192,512,4096,1024")
+    parser.add_argument("--loaders", default="4,8,16,32", help="CTAs that push rows in further gather plans")
     parser.add_argument(
         "--decode", default="",
         help="further decode plans, exchange/block_n/ahead[/split] each, as one/64/1024,one/64/0/2,two/128/512; or all",
@@ -166,7 +167,8 @@ def main() -> None:
         given = {
             "only": options.only.split(","), "models": options.models.split(","), "rounds": options.rounds,
             "m": [int(one) for one in options.m.split(",")], "seconds": limits[min(number, len(limits) - 1)],
-            "guarded": options.guarded, "decode": [one for one in options.decode.split(",") if one],
+            "loaders": [int(one) for one in options.loaders.split(",") if one], "guarded": options.guarded,
+            "decode": [one for one in options.decode.split(",") if one],
             "part": str(part) if part else "", "odd": not options.no_odd and number == 0,
         }  # fmt: skip
         try:

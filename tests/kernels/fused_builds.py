@@ -58,7 +58,8 @@ def scatter(
 
 def gather(
     bulk: bool = True, target: str = "sm_90", tile: tuple[int, int] = (128, 256), tokens: bool = False,
-    transposed: bool = False, even: bool = True, bias: bool = False, ranks: int = 4, pull: bool = False,
+    transposed: bool = False, even: bool = True, bias: bool = False, width: int = 1024, ranks: int = 4,
+    pull: bool = False,
 ) -> CompiledKernel:  # fmt: skip
     """`tokens`: as all_to_all_matmul launches it, with announced calls and grouped weights."""
     factors, aligned = operands(target, tile, transposed, tokens, ("mine", "gathered"), "b")
@@ -67,16 +68,16 @@ def gather(
     types = {
         **factors, "c": f"tensordesc<bf16[{tile[0]}, {tile[1] // 2}]>" if bulk else "*i32",
         **dict.fromkeys(("x", "out", "bias"), "*bf16"),
-        **dict.fromkeys(("table", "jobs", "bases", "word_bases"), "*i64"),
+        **dict.fromkeys(("table", "pushes", "bases", "word_bases"), "*i64"),
         **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
-        **dict.fromkeys(("tiles", "count", "before", "active", "loaders", "inner"), "i32"),
-        **dict.fromkeys(("capacity", "lines", "piece", "pieces", "rank"), "i32"),
+        **dict.fromkeys(("tiles", "count", "active", "loaders", "inner"), "i32"),
+        **dict.fromkeys(("capacity", "lines", "parts", "rank"), "i32"),
         **dict.fromkeys(("stride", "b_row", "b_expert", "distance"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": transposed,
         "GROUPED": tokens, "PARTS": 2 if bulk else 4, "BULK": bulk, "EVEN": even, "BIAS": bias, "ACTIVATION": 0,
-        "HEIGHT": 32, "COPIES": 1 if tokens or pull else ranks - 1, "RANKS": ranks, "ANNOUNCED": tokens, "PULL": pull,
+        "WIDTH": width, "RANKS": ranks, "ANNOUNCED": tokens, "PULL": pull,
     }  # fmt: skip
     aligned |= {"x": 16, "out": 16}
     return compile_kernel(fused_gather_kernel, types, constants, target, 8, aligned, num_stages=STAGES)

@@ -49,13 +49,6 @@ def told(bases, first, count, offset, epoch, failed):
 
 
 @triton.jit
-def told_each(bases, first, count, offset, epoch, words):
-    for one in range(count):
-        for word in range(words):
-            tl.store(tl.load(bases + first + one).to(tl.pointer_type(tl.int32)) + offset + word, epoch)
-
-
-@triton.jit
 def set_word(word, epoch):
     tl.store(word, epoch)
 
@@ -77,15 +70,15 @@ def no_fence():
 
 for _module in (fused_exchange, fused_gather, fused_scatter):
     for _name, _other in (
-        ("has_bulk_copies", bulk_copies), ("tell", told), ("tell_each", told_each), ("take_turn", no_turn),
-        ("signal_wait_all", no_wait), ("set_after_bulk_stores", set_word), ("proxy_fence", no_fence),
+        ("has_bulk_copies", bulk_copies), ("tell", told), ("take_turn", no_turn), ("signal_wait_all", no_wait),
+        ("set_after_bulk_stores", set_word), ("proxy_fence", no_fence),
     ):  # fmt: skip
         if hasattr(_module, _name):
             setattr(_module, _name, _other)
 
 LINE, TILE, EPOCH = fused.LINE, (16, 32), 7
 NOBODY = torch.zeros(1, dtype=torch.int32)
-PLAN = Plan("fused", "peer", ((0, 1),), tile=TILE, group_bands=2, own_last=True, piece=8)
+PLAN = Plan("fused", "peer", ((0, 1),), tile=TILE, group_bands=2, own_last=True, piece=32)
 
 
 def case(ranks: int, experts: int, n: int, k: int, seed: int, transposed: bool) -> tuple[Any, ...]:
@@ -175,9 +168,7 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
     outs = [torch.full(one.shape, float("nan")) for one in want]
 
     def run(rank: int, pushing: bool) -> None:
-        tiles = table(tokens.arriving_tiles(rows, n, PLAN, rank))
-        jobs = table(fused.job_table(tokens.push_table(rows, PLAN, rank), PLAN, k))
-        count = len(jobs) if pushing else 0
+        tiles, pushes = table(tokens.arriving_tiles(rows, n, PLAN, rank)), table(tokens.push_table(rows, PLAN, rank))
         held = ws[rank] if transposed else torch.zeros(experts, k, wide)
         if not transposed:
             held[:, :, :n] = ws[rank]
@@ -185,12 +176,13 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
         taken = torch.zeros(2 * LINE, dtype=torch.int32)
         kernel: Any = fused_gather.fused_gather_kernel
         kernel[(3,)](
-            xs[rank], stages[rank], b, NOBODY, xs[rank], outs[rank], outs[rank], tiles, jobs, addresses(stages),
+            xs[rank], stages[rank], b, NOBODY, xs[rank], outs[rank], outs[rank], tiles, pushes, addresses(stages),
             addresses(words), words[rank], torch.full((3,), EPOCH - 1, dtype=torch.int32), taken,
-            0 if pushing else len(tiles), count, count, 2, 1, k, k, b.stride(1), b.stride(0),
-            0, capacity, lines, PLAN.piece, fused.parts(PLAN, k), rank, NOBODY, NOBODY, 10**9, BLOCK_M=TILE[0],
-            BLOCK_N=TILE[1], BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True, PARTS=4, BULK=False, EVEN=n % 8 == 0,
-            BIAS=False, ACTIVATION=0, HEIGHT=fused.JOB_ROWS, COPIES=1, RANKS=ranks, ANNOUNCED=True, PULL=False,
+            0 if pushing else len(tiles), len(pushes) if pushing else 0, 2, 1, k, k, b.stride(1), b.stride(0),
+            0, capacity, lines, -(-k // PLAN.piece), rank, NOBODY, NOBODY, 10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1],
+            BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True, PARTS=4, BULK=False, EVEN=n % 8 == 0,
+            BIAS=False, ACTIVATION=0, WIDTH=PLAN.piece, RANKS=ranks, ANNOUNCED=True,
+            PULL=False,
         )  # fmt: skip
 
     for rank in range(ranks):
@@ -198,10 +190,8 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
     for rank in range(ranks):
         heard = words[rank][(1 + EPOCH % 2 * lines) * LINE :]
         awaited = {line[6] for line in tokens.arriving_tiles(rows, n, PLAN, rank).tolist()} - {fused.OWN}
-        pieces = fused.parts(PLAN, k)
-        assert all(int(heard[line * LINE + piece]) == EPOCH for line in awaited for piece in range(pieces))
-        told = int((heard[: lines * LINE] == EPOCH).sum())
-        assert told == pieces * len(awaited), "a word that nobody waits for was set"
+        assert all(int(heard[line * LINE]) == EPOCH for line in awaited)
+        assert int((heard[: lines * LINE] == EPOCH).sum()) == len(awaited), "a word that nobody waits for was set"
         run(rank, False)
         assert torch.equal(outs[rank], want[rank])
 

@@ -75,15 +75,14 @@ class CompiledKernel:
             (int(at, 16), code) for at, code in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text, re.MULTILINE)
         ]
 
-    def innermost_loop(self, *opcodes: str, without: str = "") -> list[str]:
-        """The shortest loop of machine instructions that has these, and (where it is given) not that one."""
+    def innermost_loop(self, opcode: str) -> list[str]:
+        """The shortest loop of machine instructions that has this one."""
         backwards = [
             (int(to, 16), at) for at, code in self.sass for to in re.findall(r"BRA.*?(0x[0-9a-f]+)", code)
             if int(to, 16) < at
         ]  # fmt: skip
         bodies = [[code for at, code in self.sass if first <= at <= last] for first, last in backwards]
-        having = [one for one in bodies if all(any(opcode in code for code in one) for opcode in opcodes)]
-        return min((one for one in having if not without or not any(without in code for code in one)), key=len)
+        return min((one for one in bodies if any(opcode in code for code in one)), key=len)
 
     @property
     def serialised(self) -> bool:

@@ -81,7 +81,6 @@ def test_whatever_is_launched_fits(tile: tuple[int, int], transposed: bool, bias
         made += [exchange(ranks, tile=tile, transposed=transposed, even=False, bias=bias) for ranks in (2, 4, 8)]
     for bulk, even in ((True, True), (False, True), (False, False)):
         made += [gather(bulk, "sm_90", tile, tokens, transposed, even, bias) for tokens in (True, False)]
-        made += [gather(bulk, "sm_90", tile, False, transposed, even, bias, 8, pull) for pull in (True, False)]
     assert [one.spills for one in made] == [0] * len(made)
     assert max(one.shared for one in made) <= SHARED[90]
 

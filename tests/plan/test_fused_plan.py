@@ -71,9 +71,9 @@ def test_a_scatter_of_few_rows_streams_weights_twice() -> None:
 
 @pytest.mark.parametrize("shards", SHARDS)
 @pytest.mark.parametrize("n", [1, 13])
-@pytest.mark.parametrize(("ctas", "loaders"), [(None, 1), (4, 4), (None, None), (2, None), (4, None), (9, None)])
+@pytest.mark.parametrize(("ctas", "loaders"), [(None, 1), (4, 1), (4, 2), (4, 4), (9, 2), (2, 30)])
 def test_every_tile_is_gathered_once_from_where_its_rows_are(
-    shards: tuple[int, ...], n: int, ctas: int | None, loaders: int | None
+    shards: tuple[int, ...], n: int, ctas: int | None, loaders: int
 ) -> None:
     plan = replace(plan_of((4, 5), 2), share=Share(ctas, loaders))
     for rank in range(len(shards)):
@@ -112,9 +112,9 @@ def test_a_band_is_pushed_to_all_at_once_and_to_where_tiles_wait_for_it(shards: 
     ranks, plan = len(shards), plan_of((4, 5), 2)
     arrived: list[dict[int, tuple[int, int]]] = [{} for _ in range(ranks)]
     for rank in range(ranks):
-        for row, rows, first, into, line, told, heard, _ in fused.push_table(shards, plan, rank).tolist():
+        for row, rows, first, into, line, copies, told, heard in fused.push_table(shards, plan, rank).tolist():
             assert into == sum(shards[:rank]) + row
-            to = [(first - step) % ranks for step in range(fused.copies(plan, ranks))]
+            to = [(first - step) % ranks for step in range(copies)]
             assert to == [(rank - step) % ranks for step in range(1, ranks)]  # nearest first, and not to itself
             assert set(to) <= set(range(told, told + heard)) <= set(range(ranks))
             for one in to:
@@ -134,8 +134,8 @@ def test_pulled_rows_are_where_their_owner_keeps_them(shards: tuple[int, ...]) -
     plan, ranks = replace(pushed, pull=True), len(shards)
     kept: dict[tuple[int, int], tuple[int, int]] = {}
     for rank in range(ranks):
-        for row, rows, to, into, line, told, heard, _ in fused.push_table(shards, plan, rank).tolist():
-            assert (to, into, told, heard, fused.copies(plan, ranks)) == (rank, row, 0, ranks, 1)
+        for row, rows, to, into, line, copies, told, heard in fused.push_table(shards, plan, rank).tolist():
+            assert (to, into, copies, told, heard) == (rank, row, 1, 0, ranks)
             kept[rank, line] = row, rows
     for rank in range(ranks):
         table, other = (fused.gather_table(shards, 13, one, rank) for one in (plan, pushed))
@@ -159,46 +159,49 @@ def test_tiles_come_as_their_rows_arrive() -> None:
 @pytest.mark.parametrize("n", [2560, 14336])
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_weights_are_streamed_as_often_as_by_the_matmul_alone(m: int, n: int, ranks: int) -> None:
-    """Once for each group of bands, and again for the columns of own tiles that come before a group of their band."""
+    """Once for each group of bands, and again for the columns of early tiles: less than half of them."""
     asked = Problem.of("all_gather_matmul", m, n, 64, dtype="bfloat16", ranks=ranks, device="cuda", multiprocessors=33)
     plan = fused_plan(asked, "peer")
     assert plan.tile is not None
-    own, columns = -(-m // ranks // plan.tile[0]), -(-n // plan.tile[1])
+    bands, columns = ranks * -(-m // ranks // plan.tile[0]), -(-n // plan.tile[1])
     for rank in (0, ranks - 1):
-        column = fused.gather_table(asked.shards, n, plan, rank)[:, fused.COLUMN]
+        table = fused.gather_table(asked.shards, n, plan, rank)
         early = fused.early_tiles(asked.shards, n, plan, rank)
-        streamed = np.count_nonzero(np.diff(column)) + 1
-        again = -(-early // own) if own < plan.group_bands else 0
-        assert 0 <= streamed - -(-ranks * own // plan.group_bands) * columns <= again
+        column = table[:, fused.COLUMN]
+        streamed = np.count_nonzero(np.diff(column[early:])) + 1
+        assert streamed == -(-bands // plan.group_bands) * columns
+        again = np.unique(column[:early])
+        assert len(again) <= max(columns / 2, early / (bands // ranks) + 1)
 
 
 @pytest.mark.parametrize(
-    ("m", "loaders", "early"), [(256, 32, 0), (512, 32, 0), (1024, None, 64), (2048, None, 64), (8192, None, 96)]
+    ("m", "loaders", "piece", "early"),
+    [(256, 32, 256, 0), (512, 32, 256, 0), (1024, 32, 256, 0), (2048, 16, 1024, 16), (4096, 8, 1024, 0)],
 )
-def test_few_rows_are_brought_at_once_and_more_of_them_beside_own_tiles(
-    m: int, loaders: int | None, early: int
+def test_the_fewer_rows_the_more_push_them_and_the_less_is_computed_meanwhile(
+    m: int, loaders: int, piece: int, early: int
 ) -> None:
     asked = problem("all_gather_matmul", m=m, n=14336, k=8192)
     plan = fused_plan(asked, "peer")
     plan.check(asked)
-    assert plan.share == Share(32, loaders)
+    assert (plan.share, plan.piece) == (Share(32, loaders), piece)
     assert {fused.early_tiles(asked.shards, 14336, plan, rank) for rank in range(4)} == {early}
-    shares = {one.share.communication_ctas for one in fused_plans(asked)}
-    assert shares == {None, 32}  # both are tried
-    bare = replace(asked, bulk=False)
-    assert {one.share.communication_ctas for one in fused_plans(bare)} == {32}
-    with pytest.raises(InvalidArgument, match=r"plan\.share\.communication_ctas"):
-        replace(fused_plan(bare, "peer"), share=Share(32)).check(bare)
+    assert fused_plan(replace(asked, bulk=False), "peer").piece == 1024
+    few = fused.early_tiles(asked.shards, 256, plan, 0)  # there are no more own tiles than bands
+    assert few == min(early, m // 4 // 128)
 
 
-@pytest.mark.parametrize("k", [8, 1000, 4096, 8192, 12288, 32768, 524288])
-@pytest.mark.parametrize("block_m", [64, 128])
-def test_pieces_are_as_narrow_as_a_line_allows(k: int, block_m: int) -> None:
-    piece = fused.piece_of(k, block_m)
-    jobs = block_m // fused.JOB_ROWS
-    assert piece in fused.PIECES
-    assert jobs * -(-k // piece) <= fused.LINE
-    assert piece == fused.PIECES[0] or jobs * -(-k // (piece // 2)) > fused.LINE
+@pytest.mark.parametrize("k", [8, 1000, 8192, 12288, 32768, 524288])
+@pytest.mark.parametrize(("bands", "loaders"), [(1, 0), (1, 32), (2, 16), (16, 5)])
+def test_parts_are_enough_for_those_who_push_and_fit_a_line(k: int, bands: int, loaders: int) -> None:
+    piece = fused.piece_of(k, bands, loaders)
+    assert piece in (256 << one for one in range(7))
+    assert -(-k // piece) <= fused.LINE
+    if bands * -(-k // piece) < 2 * loaders:
+        assert piece == 256 or -(-k // (piece // 2)) > fused.LINE
+    elif piece < 1024:
+        assert bands * -(-k // (2 * piece)) < 2 * loaders
+    assert fused.piece_of(k) >= 1024
 
 
 @pytest.mark.parametrize("m", [0, 1, 127, 128, 129, 1000, 8192])

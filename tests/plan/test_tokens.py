@@ -11,7 +11,7 @@ import pytest
 from undertow.plan import fused
 from undertow.plan import tokens as maps
 from undertow.plan.defaults import fused_tile, tokens_plan
-from undertow.plan.plan import Plan, Share
+from undertow.plan.plan import Plan
 from undertow.plan.problem import Problem
 from undertow.plan.tokens import Tokens
 
@@ -94,8 +94,8 @@ def test_every_band_is_pushed_once_to_where_a_tile_waits_for_it(seed: int) -> No
     tokens, plan, n = some(seed)
     told: list[dict[int, tuple[int, int, int]]] = [{} for _ in range(tokens.ranks)]
     for rank in range(tokens.ranks):
-        for row, rows, to, there, line, first, heard, _ in maps.push_table(tokens, plan, rank).tolist():
-            assert (first, heard) == (to, 1)
+        for row, rows, to, there, line, copies, first, heard in maps.push_table(tokens, plan, rank).tolist():
+            assert (copies, first, heard) == (1, to, 1)
             assert line not in told[to]
             told[to][line] = there, rows, rank * 1000 + row
     for rank in range(tokens.ranks):
@@ -143,9 +143,7 @@ def test_a_plan_fits_the_gpu_and_the_blocks() -> None:
     assert tokens_plan(problem(512, False, 8), "peer", 200).tile == (64, 128)
     assert fused_tile(problem(512, True), 64) == (64, 256)
     wide = tokens_plan(problem(65536, True), "peer", 200, 65536)
-    assert fused.words(wide, 65536, "cuda") == fused.LINE
-    assert wide.share == Share(31)  # rows are brought beside own tiles
-    assert tokens_plan(problem(512, False), "peer", 200, 64).share == Share(31, 31)
+    assert fused.parts(wide, 65536) <= fused.LINE
     for bulk in (True, False):
         asked = problem(512, bulk)
         tokens_plan(asked, "peer", 200).check(asked)

@@ -3,140 +3,109 @@
 all_gather_matmul: every rank has all its rows for every other. all_to_all_matmul (ANNOUNCED): some for each, perhaps
 none, and perhaps one of several weights (GROUPED) for each block of them.
 
-All CTAs take tiles in the order of the table: tiles of own rows, straight from x, where it says so; the others once
-their band of rows has arrived. Which come first the plan decides (`plan/fused.py`). This rank's rows for others are
-copied beside the main loop of the first own tiles: while tensor cores multiply, the threads that issued it would only
-wait. HEIGHT rows go beside a tile, BLOCK_K columns of them in each step: asked for in one, stored in the next.
+The first `loaders` CTAs, perhaps all, push this rank's rows into the buffers of the others and then join the rest. All
+take tiles in the order of the table: tiles of own rows, straight from x, where it says so; the others once their band
+of rows has arrived. Which come first the plan decides (`plan/fused.py`).
 
-PULL: rows are stored only into this rank's own buffer, and all are told; tiles read the buffers of the others, which
+PULL: the loaders push rows only into this rank's own buffer, and tell all; tiles read the buffers of the others, which
 lie side by side in one range of addresses (`fabric/joined.py`). That moves less where all buffers are in one memory.
 
-    for job of the first `before` (all of them without TMA), in pieces of its columns, the first `loaders` CTAs:
-        rows = x[job, piece]; for rank they are for: rows of that rank = rows; word of the piece = epoch
-    for tile in table, whoever is ready takes the next:
-        own:    total = x @ b[expert], and meanwhile, of the job of this position, if there is one:
-                    rows = x[job]; for rank they are for: rows of that rank = rows
-                words of all its pieces = epoch
-        other:  wait for all words of the tile's band; total = rows @ b[expert]
-        out = finish(total)
+    loaders:  for band, for part of its columns:
+                  rows = x[band, part], read once
+                  for rank it is for: rows of that rank = rows
+                  words[band, part] of those ranks = epoch
+    all:      for tile in table, whoever is ready takes the next:
+                  wait for all parts of the tile's band, unless it is own; out = finish(rows @ b[expert])
 
-The tables are the plan's. `jobs`: row and rows of x; the rank they go to first, the row there, the first of their words
-there; the first rank that is told, and how many are. They go to COPIES ranks, downwards and round. Job `before` + p is
-done beside the tile of position p. `table`: that of `gemm`, with the rows of x for own tiles and those of the buffer
-for others, the line of the band's words in place of the parcel, less than zero for own tiles, and the expert, or (PULL)
-whose rows they are.
-
-Nobody waits who has something to tell. The first jobs a CTA does before its first tile. The others belong to the first
-positions, which are own tiles and wait for nothing. Positions are handed out in order, and the one that a CTA takes
-ahead lies behind the one it is at: so a CTA that waits has no job left, neither at its position nor at the next. Hence
-all jobs of all ranks are done whatever the others do, and all waits end.
+The tables are the plan's. `pushes`: row and rows of x; the rank they go to first, the row there, the line of the band's
+words there; to how many they go, downwards and round; the first rank that is told, and how many are. `table`: that of
+`gemm`, with the rows of x for own tiles and those of the buffer for others, the line of the band's words in place of
+the parcel, less than zero for own tiles, and the expert, or (PULL) whose rows they are.
 
 Buffers and words are used in turn by two calls. A rank that is in call n + 2 of all_gather_matmul has seen the end of
 call n + 1, which needed rows that every other rank sent after its own call n: nobody still reads the rows of call n,
 nor sets its words, whose writers change from call to call, as a line belongs to another rank in another shape. (Every
 rank must have a row for that.) Where a rank may have none for another, calls are announced (`turns.py`).
 
-Memory ordering. The words of a job, or of a piece, are released at system scope behind a CTA barrier that follows its
-stores (`tell_each`), and acquired at system scope by the CTA that needs them; a proxy fence orders that before its TMA
-loads. The count of tiles taken is relaxed: it carries nothing but the number. There are two, for calls of even and of
-odd numbers; each call clears the other one, which nobody uses before the next call on the stream.
+Memory ordering. A word is released at system scope behind a CTA barrier that follows the stores of its part (`tell`),
+and acquired at system scope by the CTA that needs it; a proxy fence orders that before its TMA loads. All words of a
+CTA are released before it waits for those of others. The count of tiles taken is relaxed: it carries nothing but the
+number. There are two, for calls of even and of odd numbers; each call clears the other one, which nobody uses before
+the next call on the stream.
 """
 
-# Triton grows tuples whose types mypy would fix at their first length.
-# mypy: disable-error-code="assignment,no-untyped-def"
-# ruff: noqa: RUF005
+# mypy: disable-error-code="no-untyped-def"
 
 import triton
 import triton.language as tl
 
-from .gemm import ENTRY, factors, multiply, plain_multiply, store_tile
+from .gemm import ENTRY, multiply, plain_multiply, store_tile
 from .signals import has_bulk_copies, proxy_fence, signal_wait_all
-from .turns import LINE, take_turn, tell_each
+from .turns import LINE, take_turn, tell
 
-_WIDTH = tl.constexpr(512)  # columns of what is left over that are copied at once; as many more are on their way
-
-
-@triton.jit
-def _rows_of(jobs, number, there):
-    """Of a line of the table of jobs, if it is `there`: row and rows of x, the rank they go to, the row there."""
-    entry = jobs + number * ENTRY
-    row, rows = tl.load(entry, mask=there, other=0), tl.load(entry + 1, mask=there, other=0).to(tl.int32)
-    return row, rows, tl.load(entry + 2, mask=there, other=0).to(tl.int32), tl.load(entry + 3, mask=there, other=0)
+_COPIED = tl.constexpr(32 << 10)  # elements that a CTA holds; while they are stored as many more are on their way
 
 
 @triton.jit
-def _words_of(jobs, number, there):
-    """Its first word, the first rank that is told, and how many are."""
-    entry = jobs + number * ENTRY
-    word, first = tl.load(entry + 4, mask=there, other=0), tl.load(entry + 5, mask=there, other=0)
-    return word.to(tl.int32), first.to(tl.int32), tl.load(entry + 6, mask=there, other=0).to(tl.int32)
-
-
-@triton.jit
-def _targets(bases, to, COPIES: tl.constexpr, RANKS: tl.constexpr):
-    """Addresses of the buffers that a job goes to."""
-    found = (tl.load(bases + to),)
-    for step in tl.static_range(1, COPIES):
-        found = found + (tl.load(bases + (to + RANKS - step) % RANKS),)
-    return found
-
-
-@triton.jit
-def _ask(source, rows, left, stride, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """`rows` rows and `left` columns of HEIGHT x WIDTH elements from `source` on. Under way only."""
-    down, across = tl.arange(0, HEIGHT)[:, None], tl.arange(0, WIDTH)[None, :]
-    return tl.load(source + (down * stride.to(tl.int32) + across), mask=(down < rows) & (across < left))
-
-
-@triton.jit
-def _put(values, targets, place, rows, left, inner):
-    """The same into each of the buffers, from element `place` on."""
-    down, across = tl.arange(0, values.shape[0])[:, None], tl.arange(0, values.shape[1])[None, :]
-    for one in tl.static_range(len(targets)):
-        target = tl.multiple_of(targets[one].to(tl.pointer_type(values.dtype)), 16) + place
-        tl.store(target + (down * inner + across), values, mask=(down < rows) & (across < left))
-
-
-@triton.jit
-def _part(turn, pieces, chunks, piece, inner, program, loaders):
-    """What a CTA copies in its turn: which item, a piece of a job; which piece; the first column of a chunk of it, and
-    how many follow.
+def _place(row, rows, into, column, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of ROWS rows from FIRST on of a band, `WIDTH` columns from `column` on: where they are in x, where they go, and
+    which of them there are. The band's `rows` rows begin at `row` of x and at `into` of a gathered matrix.
     """
-    item = program + turn // chunks * loaders
-    number = item % pieces
-    column = number * piece + turn % chunks * _WIDTH
-    left = tl.minimum(inner, (number + 1) * piece) - column
-    return item, number, column // 8 * 8, left // 8 * 8
+    down = FIRST + tl.arange(0, ROWS)[:, None]
+    across = column + tl.arange(0, WIDTH)[None, :]
+    here = (row + down).to(tl.int64) * stride + across
+    return here, (into + down).to(tl.int64) * inner + across, (down < rows) & (across < inner)
 
 
 @triton.jit
-def _bring(
-    x, jobs, count, bases, word_bases, turn_row, turn_line, inner, stride, piece, pieces, epoch, program, loaders,
-    HEIGHT: tl.constexpr, COPIES: tl.constexpr, RANKS: tl.constexpr,
+def _fetch(
+    x, pushes, task, tasks, parts, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The first `count` jobs, in pieces of their columns.
+    """Those elements of a task, or nothing behind the last one."""
+    there = task < tasks
+    entry = pushes + task // parts * ENTRY
+    row = tl.load(entry, mask=there, other=0).to(tl.int32)
+    rows = tl.load(entry + 1, mask=there, other=0).to(tl.int32)
+    here, _, mask = _place(row, rows, 0, task % parts * WIDTH, inner, stride, FIRST, ROWS, WIDTH)
+    return tl.load(x + here, mask=mask)
 
-    While a chunk of a piece is stored the next is on its way. The word of a piece is set while the next piece is on its
-    way, when its own stores have long arrived.
+
+@triton.jit
+def _load(
+    x, pushes, count, bases, word_bases, turn_row, turn_line, inner, stride, epoch, program, loaders, parts,
+    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """What a loader pushes: bands in the order of the table, each in parts, each to all that it is for.
+
+    A part is read once, and while some of its rows are stored the next ones are on their way: two of an even number of
+    blocks of rows in turn, so that nothing waits before it must be stored. Its word is set while the next part is on
+    its way, when its own stores have long arrived.
     """
-    chunks, items = tl.cdiv(piece, _WIDTH), count * pieces
-    last = tl.cdiv(tl.maximum(items - program, 0), loaders) * chunks
-    item, _, column, left = _part(0, pieces, chunks, piece, inner, program, loaders)
-    row, rows, _, _ = _rows_of(jobs, item // pieces, item < items)
-    ahead = _ask(x + (row * stride + column), rows, left, stride, HEIGHT, _WIDTH)
-    first, told, word = 0, 0, 0  # the ranks and the word of the piece before
-    for turn in range(last):
-        found = ahead
-        item, _, column, left = _part(turn + 1, pieces, chunks, piece, inner, program, loaders)
-        row, rows, _, _ = _rows_of(jobs, item // pieces, item < items)
-        ahead = _ask(x + (row * stride + column), rows, left, stride, HEIGHT, _WIDTH)
-        tell_each(word_bases, first, told, word, epoch, 1)
-        item, number, column, left = _part(turn, pieces, chunks, piece, inner, program, loaders)
-        _, rows, to, into = _rows_of(jobs, item // pieces, True)
-        _put(found, _targets(bases, to, COPIES, RANKS), (turn_row + into) * inner + column, rows, left, inner)
-        word, first, told = _words_of(jobs, item // pieces, turn % chunks == chunks - 1)
-        word += turn_line * LINE + number
-    tell_each(word_bases, first, told, word, epoch, 1)
+    ROWS: tl.constexpr = _COPIED // WIDTH if _COPIED // WIDTH < BLOCK_M // 2 else BLOCK_M // 2
+    tasks = count * parts
+    ahead = _fetch(x, pushes, program, tasks, parts, inner, stride, 0, ROWS, WIDTH)
+    first, told, offset = 0, 0, 0  # the words of which ranks, and where: of the part before
+    for task in range(program, tasks, loaders):
+        entry, column = pushes + task // parts * ENTRY, task % parts * WIDTH
+        rows, into = tl.load(entry + 1).to(tl.int32), turn_row + tl.load(entry + 3).to(tl.int32)
+        to, copies = tl.load(entry + 2).to(tl.int32), tl.load(entry + 5).to(tl.int32)
+        for top in tl.static_range(0, BLOCK_M, ROWS):
+            found = ahead
+            if top + ROWS < BLOCK_M:
+                ahead = _fetch(x, pushes, task, tasks, parts, inner, stride, top + ROWS, ROWS, WIDTH)
+            else:
+                ahead = _fetch(x, pushes, task + loaders, tasks, parts, inner, stride, 0, ROWS, WIDTH)
+            if top == 0:
+                tell(word_bases, first, told, offset, epoch, 0)
+            _, there, mask = _place(0, rows, into, column, inner, stride, top, ROWS, WIDTH)
+            base = tl.load(bases + to)
+            for step in range(copies):
+                target = tl.multiple_of(base.to(tl.pointer_type(x.dtype.element_ty)), 16)
+                base = tl.load(bases + (to + 2 * RANKS - 1 - step) % RANKS)  # that of the next, in time
+                tl.store(target + there, found, mask=mask)
+        first, told = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
+        offset = (turn_line + tl.load(entry + 4).to(tl.int32)) * LINE + task % parts
+    tell(word_bases, first, told, offset, epoch, 0)
 
 
 @triton.jit
@@ -161,33 +130,6 @@ def _multiply(
 
 
 @triton.jit
-def _multiply_and_copy(
-    a, b, entry, x, targets, source, place, rows, inner, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, GROUPED: tl.constexpr, HEIGHT: tl.constexpr,
-):  # fmt: skip
-    """The tile of an entry of the table, of own rows, and beside it a job: `rows` rows of x from element `source` on.
-
-    What was asked for in the step before is here and is stored; what is asked for now comes meanwhile.
-    """
-    row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
-    expert = tl.load(entry + 7).to(tl.int32)
-    steps = tl.cdiv(inner, BLOCK_K)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    values = tl.zeros((HEIGHT, BLOCK_K), x.dtype.element_ty)
-    for step in range(steps):
-        along = step * BLOCK_K
-        left, right = factors(a, b, row, column, along, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, expert, GROUPED, 0,
-                              False)  # fmt: skip
-        total = tl.dot(left, right, total)
-        before = along - BLOCK_K
-        _put(values, targets, place + before, tl.where(step > 0, rows, 0), inner - before, inner)
-        values = _ask(x + (source + along), rows, inner - along, stride, HEIGHT, BLOCK_K)
-    before = (steps - 1) * BLOCK_K
-    _put(values, targets, place + before, rows, inner - before, inner)
-    return total
-
-
-@triton.jit
 def _bias_of(bias, entry, GROUPED: tl.constexpr):
     """That of the entry's expert."""
     if GROUPED:
@@ -196,22 +138,22 @@ def _bias_of(bias, entry, GROUPED: tl.constexpr):
 
 
 _FREE = [
-    *("bias", "table", "jobs", "bases", "word_bases", "words", "epochs", "taken", "tiles", "count", "before", "active"),
-    *("loaders", "capacity", "lines", "rank", "piece", "pieces", "inner", "stride", "b_row", "b_expert", "abort"),
-    *("error", "deadline_ns", "distance"),
+    *("bias", "table", "pushes", "bases", "word_bases", "words", "epochs", "taken", "tiles", "count", "active"),
+    *("loaders", "capacity", "lines", "rank", "parts", "inner", "stride", "b_row", "b_expert", "abort", "error"),
+    *("deadline_ns", "distance"),
 ]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def fused_gather_kernel(
-    mine, gathered, b, c, x, out, bias, table, jobs, bases, word_bases, words, epochs, taken,
-    tiles: tl.int32, count: tl.int32, before: tl.int32, active: tl.int32, loaders: tl.int32, inner: tl.int32,
+    mine, gathered, b, c, x, out, bias, table, pushes, bases, word_bases, words, epochs, taken,
+    tiles: tl.int32, count: tl.int32, active: tl.int32, loaders: tl.int32, inner: tl.int32,
     stride: tl.int64, b_row: tl.int64, b_expert: tl.int64, distance: tl.int64, capacity: tl.int32, lines: tl.int32,
-    piece: tl.int32, pieces: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
+    parts: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     GROUPED: tl.constexpr, PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, HEIGHT: tl.constexpr, COPIES: tl.constexpr, RANKS: tl.constexpr,
-    ANNOUNCED: tl.constexpr, PULL: tl.constexpr,
+    ACTIVATION: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, ANNOUNCED: tl.constexpr,
+    PULL: tl.constexpr,
 ):  # fmt: skip
     """`mine` (x [rows, K], whose rows lie `stride` apart), `gathered` [2 * capacity, K] (PULL: one of each rank, at a
     `distance` of elements), `b` ([K, N] or, TRANSPOSED, [N, K]; GROUPED: one for each expert) and, where BULK, `c`
@@ -219,15 +161,13 @@ def fused_gather_kernel(
     `b_expert`.
 
     `bases` and `word_bases`: addresses of all ranks' buffers and words; `words` are those here. A band of rows comes in
-    jobs of HEIGHT rows, a job in `pieces` pieces of `piece` columns, each with a word: those of the band's first job
-    first. ANNOUNCED: a line of announcements comes first. Words of the second turn begin `lines` lines after the
-    first's. `bias` [N], or one for each expert. The first `active` CTAs work, the first `loaders` of them do the first
-    `before` of `count` jobs; every CTA of the grid, which never changes, counts calls in its word of `epochs`.
+    `parts` parts of WIDTH columns. ANNOUNCED: a line of announcements comes first. Words of the second turn begin
+    `lines` lines after the first's. `bias` [N], or one for each expert. The first `active` CTAs work, the first
+    `loaders` of them push the `count` bands of `pushes`; every CTA of the grid, which never changes, counts calls in
+    its word of `epochs`.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program, volatile=True) + 1
-    tl.debug_barrier()  # all threads have read it
-    tl.store(epochs + program, epoch)  # now, as its address would be one too many for the main loop
     turn = epoch & 1
     turn_row, turn_line = turn * capacity, turn * lines
     if ANNOUNCED:
@@ -238,8 +178,8 @@ def fused_gather_kernel(
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
     if program < loaders:
-        _bring(x, jobs, before, bases, word_bases, turn_row, turn_line, wide, apart, piece, pieces, epoch, program,
-               loaders, HEIGHT, COPIES, RANKS)  # fmt: skip
+        _load(x, pushes, count, bases, word_bases, turn_row, turn_line, wide, apart, epoch, program, loaders, parts,
+              BLOCK_M, WIDTH, RANKS)  # fmt: skip
     counter = taken + turn * LINE
     position = tiles
     if program < active:
@@ -249,17 +189,8 @@ def fused_gather_kernel(
         while (position < tiles) & (line < 0):
             following = tl.atomic_add(counter, 1, sem="relaxed")
             entry = table + position * ENTRY
-            if has_bulk_copies():
-                row, rows, to, into = _rows_of(jobs, before + position, before + position < count)
-                targets = _targets(bases, to, COPIES, RANKS)
-                total = _multiply_and_copy(mine, b, entry, x, targets, row * apart, (turn_row + into) * wide, rows,
-                                           wide, apart, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GROUPED,
-                                           HEIGHT)  # fmt: skip
-                word, first, told = _words_of(jobs, before + position, before + position < count)
-                tell_each(word_bases, first, told, turn_line * LINE + word, epoch, pieces)
-            else:
-                total = _multiply(mine, b, stride, b_row, b_expert, entry, 0, inner, distance, BLOCK_M, BLOCK_N,
-                                  BLOCK_K, TRANSPOSED, GROUPED, False)  # fmt: skip
+            total = _multiply(mine, b, stride, b_row, b_expert, entry, 0, inner, distance, BLOCK_M, BLOCK_N, BLOCK_K,
+                              TRANSPOSED, GROUPED, False)  # fmt: skip
             line = tl.load(table + following * ENTRY + 6, mask=following < tiles, other=0).to(tl.int32)
             store_tile(out, c, _bias_of(bias, entry, GROUPED), total, entry, PARTS, BULK, EVEN, BIAS,
                        ACTIVATION)  # fmt: skip
@@ -267,8 +198,7 @@ def fused_gather_kernel(
         while (position < tiles) & (line >= 0):
             following = tl.atomic_add(counter, 1, sem="relaxed")
             entry = table + position * ENTRY
-            awaited = tl.cdiv(tl.load(entry + 1).to(tl.int32), HEIGHT) * pieces
-            signal_wait_all(words + (turn_line + line) * LINE, epoch, awaited, -1, abort, error, deadline_ns)
+            signal_wait_all(words + (turn_line + line) * LINE, epoch, parts, -1, abort, error, deadline_ns)
             proxy_fence()
             total = _multiply(gathered, b, inner.to(tl.int64), b_row, b_expert, entry, turn_row, inner, distance,
                               BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, GROUPED, PULL)  # fmt: skip
@@ -276,3 +206,4 @@ def fused_gather_kernel(
             store_tile(out, c, _bias_of(bias, entry, GROUPED), total, entry, PARTS, BULK, EVEN, BIAS,
                        ACTIVATION)  # fmt: skip
             position = following
+    tl.store(epochs + program, epoch)

@@ -136,28 +136,6 @@ def store_tile(
 
 
 @triton.jit
-def factors(
-    a, b, row, column, along, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr, expert, GROUPED: tl.constexpr, owner, OWNED: tl.constexpr,
-):  # fmt: skip
-    """Rows of `a` and columns of `b` from `along` on, BLOCK_K of K: what one step of the main loop multiplies."""
-    if OWNED:
-        x = tl.reshape(a.load([owner, row, along]), (BLOCK_M, BLOCK_K))
-    else:
-        x = a.load([row, along])
-    if GROUPED:
-        if TRANSPOSED:
-            w = tl.reshape(b.load([expert, column, along]), (BLOCK_N, BLOCK_K)).T
-        else:
-            w = tl.reshape(b.load([expert, along, column]), (BLOCK_K, BLOCK_N))
-    elif TRANSPOSED:
-        w = b.load([column, along]).T
-    else:
-        w = b.load([along, column])
-    return x, w
-
-
-@triton.jit
 def multiply(
     a, b, row, column, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TRANSPOSED: tl.constexpr, expert=0, GROUPED: tl.constexpr = False, owner=0, OWNED: tl.constexpr = False,
@@ -169,8 +147,19 @@ def multiply(
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in range(steps):
-        x, w = factors(a, b, row, column, step * BLOCK_K, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, expert, GROUPED, owner,
-                       OWNED)  # fmt: skip
+        if OWNED:
+            x = tl.reshape(a.load([owner, row, step * BLOCK_K]), (BLOCK_M, BLOCK_K))
+        else:
+            x = a.load([row, step * BLOCK_K])
+        if GROUPED:
+            if TRANSPOSED:
+                w = tl.reshape(b.load([expert, column, step * BLOCK_K]), (BLOCK_N, BLOCK_K)).T
+            else:
+                w = tl.reshape(b.load([expert, step * BLOCK_K, column]), (BLOCK_K, BLOCK_N))
+        elif TRANSPOSED:
+            w = b.load([column, step * BLOCK_K]).T
+        else:
+            w = b.load([step * BLOCK_K, column])
         total = tl.dot(x, w, total)
     return total
 

@@ -56,40 +56,6 @@ def tell(bases, first, count, offset, epoch, failed):
     )
 
 
-# The same for $6 words from $4 on of each of those ranks: a thread for each word.
-_TELL_EACH = tl.constexpr("""{
-    .reg .pred other;
-    .reg .b32 thread, word;
-    .reg .b64 place;
-    barrier.sync 0;
-    mov.u32 thread, %tid.x;
-    mul.lo.u32 word, $3, $6;
-    setp.ge.u32 other, thread, word;
-    @other bra END;
-    rem.u32 word, thread, $6;
-    add.u32 word, word, $4;
-    div.u32 thread, thread, $6;
-    add.u32 thread, thread, $2;
-    mad.wide.u32 place, thread, 8, $1;
-    ld.global.b64 place, [place];
-    mad.wide.s32 place, word, 4, place;
-    st.release.sys.global.b32 [place], $5;
-END:
-    mov.b32 $0, 0;
-}""")
-
-
-@triton.jit
-def tell_each(bases, first, count, offset, epoch, words):
-    """Set `words` words from `offset` on behind the bases of ranks [first, first + count): at most one a thread.
-
-    Releases, at system scope, what the whole CTA stored before, by ordinary stores.
-    """
-    tl.inline_asm_elementwise(
-        _TELL_EACH, "=r,l,r,r,r,r,r", [bases, first, count, offset, epoch, words], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
 @triton.jit
 def take_turn(word_bases, words, epoch, program, rank, abort, error, deadline_ns, RANKS: tl.constexpr):
     """Announce this call to all, in the first line of words, and wait until all have announced the one before."""

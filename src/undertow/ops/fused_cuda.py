@@ -151,13 +151,10 @@ def _gather(
     stage = stage_of(fabric, kind, fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
     key = ("fused gather", problem.shards, n, plan.digest, rank)
     table = device_table(fabric, key, lambda: fused.gather_table(problem.shards, n, plan, rank))
-    known = ("fused jobs", problem.shards, k, plan.digest, rank)
-    jobs = device_table(
-        fabric, known, lambda: fused.job_table(fused.push_table(problem.shards, plan, rank), plan, k)
-    )  # fmt: skip
+    pushed = ("fused pushes", problem.shards, plan.digest, rank)
+    pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank))
     whole = all(rows % block_m == 0 for rows in problem.shards[:-1])
-    own = fused.tiles_of(problem.shards[rank : rank + 1], n, plan)
-    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, jobs, own, whole, announced=False)
+    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, announced=False)
 
 
 def gather_launch(
@@ -169,14 +166,11 @@ def gather_launch(
     fabric: CudaFabric,
     stage: Stage,
     table: torch.Tensor,
-    jobs: torch.Tensor,
-    own_tiles: int,
+    pushes: torch.Tensor,
     whole: bool,
     announced: bool,
 ) -> Launch:
-    """The gather kernel, loaded. `own_tiles`: those of own rows. `whole`: all rows of y but the last come in whole
-    bands. `announced`: see there.
-    """
+    """The gather kernel, loaded. `whole`: all rows of y but the last come in whole bands. `announced`: see there."""
     from ..kernels.fused_gather import fused_gather_kernel
 
     assert plan.tile is not None
@@ -198,23 +192,21 @@ def gather_launch(
     aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
     bulk = aligned and whole and fabric.bulk_copies and y.numel() > 0
     parts = 2 if bulk else 4
-    before = len(jobs) - fused.beside(len(jobs), own_tiles, plan)
-    copies = 1 if announced else fused.copies(plan, size)
+    loaders = plan.share.communication_ctas or 1
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_gather_kernel
         a, b = both.operands((block_m, block_n))
         kernel[(fabric.multiprocessors,)](
             a, gathered, b, descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, both.a, y, bias, table,
-            jobs, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), len(jobs), before,
-            working, min(working, plan.share.communication_ctas or working), k, *both.strides, buffer.stride(0),
-            capacity, lines, plan.piece, fused.parts(plan, k), fabric.group.rank, *watch(fabric),
+            pushes, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), len(pushes),
+            working, min(working, loaders), k, *both.strides, buffer.stride(0), capacity, lines, fused.parts(plan, k),
+            fabric.group.rank, *watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=both.grouped, PARTS=parts, BULK=bulk, EVEN=aligned,
-            HEIGHT=fused.JOB_ROWS, COPIES=copies, RANKS=size, ANNOUNCED=announced, PULL=plan.pull, **ends,
-            **both.constants,
+            WIDTH=plan.piece, RANKS=size, ANNOUNCED=announced, PULL=plan.pull, **ends, **both.constants,
         )  # fmt: skip
 
     # Columns, bias and activation are each rank's own.
     variant = (both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
-    load(fabric, stage, ("gather", announced, plan.pull, plan.tile, x.dtype, both.grouped), variant, launch)
+    load(fabric, stage, ("gather", announced, plan.pull, plan.tile, plan.piece, x.dtype, both.grouped), variant, launch)
     return launch

@@ -100,10 +100,9 @@ def arrive(
     stage = stage_of(fabric, ("arrive", x.dtype, k), tokens.most * k, lines, x.dtype, unit=k)
     key = (tokens, plan.digest, rank)
     table = device_table(fabric, ("arriving", n, *key), lambda: arriving_tiles(tokens, n, plan, rank))
-    jobs = device_table(fabric, ("jobs", k, *key), lambda: fused.job_table(push_table(tokens, plan, rank), plan, k))
+    pushes = device_table(fabric, ("pushes", *key), lambda: push_table(tokens, plan, rank))
     whole = all(one.rows % block_m == 0 for one in tokens.arriving(rank)[:-1])
-    own = fused.tiles_of(tokens.sizes[rank][rank], n, plan)
-    launch = gather_launch(x, w, y, plan, finish, fabric, stage, table, jobs, own, whole, announced=True)
+    launch = gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, announced=True)
     stage.follow(fabric.device)
 
     def call() -> None:

@@ -34,7 +34,6 @@ _RESERVED = {"net": 4, "peer": 4, "dma": 1}
 BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find room on an SM
 _PROGRAM_CTAS = 8
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
-_EARLY_ROWS = 256  # of each rank: from so many on weights may be streamed for them alone. Chosen, not measured
 _SPARE = 1  # SM that a fused call leaves to kernels of others
 _SUMMING = {"matmul_reduce_scatter": 1, "matmul_all_reduce": 1}  # CTAs that sum, and copy sums, while others multiply
 _AT_ONCE_ROWS = 64  # of all ranks together: few rows that each rank sends to all
@@ -58,7 +57,7 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
 
 
 def fused_plan(problem: Problem, lane: str) -> Plan:
-    """A fused plan. On a GPU: few rows have forms of their own, and rows are brought while own ones are multiplied."""
+    """A fused plan. On a GPU: few rows have forms of their own, and who gathers has enough CTAs to bring the rows."""
     if problem.device == "cpu":
         tile = _tile(problem)
         if problem.operator == "matmul_all_reduce":  # every rank owns bands of it
@@ -71,19 +70,20 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
     if problem.device == "cuda" and problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
         few = _few_rows(problem)
         tile = few.pop("tile")
-    piece, share = 1024, Share()
-    gathers = problem.operator == "all_gather_matmul"
+    piece, share, bands, loaders = 1024, Share(), 1, 0
+    pull = problem.operator == "all_gather_matmul" and problem.device == "cuda" and problem.together
     if problem.device == "cuda":  # an SM stays free where ranks wait for each other: other kernels must not
         scatters = problem.operator in ("matmul_reduce_scatter", "matmul_all_reduce") and not few
         active = max(1, problem.multiprocessors - (0 if scatters else _SPARE))
+        bands = _usual_bands(problem, tile[0])
+        waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
         if scatters:
-            share = Share(active, min(_SUMMING[problem.operator], active - 1))
+            loaders = min(_SUMMING[problem.operator], active - 1)
         else:
-            share = Share(active, _bringing(problem, active) if gathers else min(active, _MOVING))
-    if gathers:  # K of the others is each rank's own, and ranks must plan the same
-        cpu = problem.device == "cpu"
-        piece = max(1024, fused.piece_of(problem.k, fused.JOB_ROWS)) if cpu else fused.piece_of(problem.k, tile[0])
-    pull = gathers and problem.device == "cuda" and problem.together
+            loaders = _loaders(active, 2 if pull else problem.ranks, bands) if waits else min(active, _MOVING)
+        share = Share(active, loaders)
+    if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
+        piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
     return Plan(
         "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem),
         piece=piece, pull=pull, **few,
@@ -121,22 +121,28 @@ def tokens_plan(problem: Problem, lane: str, rows: int, inner: int | None = None
     if problem.device == "cpu":
         return plan
     plan = replace(plan, tile=fused_tile(problem, rows))
-    if inner is None:
-        return plan
-    assert plan.tile is not None
-    share = replace(plan.share, communication_ctas=None if problem.bulk else plan.share.multiprocessors)
-    return replace(plan, share=share, piece=fused.piece_of(inner, plan.tile[0]))
+    return plan if inner is None else replace(plan, piece=fused.piece_of(inner))
 
 
-def _bringing(problem: Problem, active: int) -> int | None:
-    """CTAs that bring rows before they multiply, or None: rows are brought beside own tiles. Only what all ranks know
-    decides, so not the columns.
+def _usual_bands(problem: Problem, block_m: int) -> int:
+    """Bands of a shard, on average."""
+    return max(1, sum(-(-rows // block_m) for rows in problem.shards) // max(1, problem.ranks))
 
-    Own tiles before all others stream their columns of weights once more, and with few own rows each weight is used so
-    seldom that tiles would wait for it. So few rows all CTAs bring at once, in a small part of the time of a tile.
+
+def _loaders(active: int, ranks: int, bands: int) -> int:
+    """CTAs that push rows before they join the others. Only what all ranks know decides, so not the columns. Rows that
+    others pull are pushed once, as between two ranks.
+
+    Pushing costs the same time of CTAs however many share it, but the more there are at once, the more they wait for
+    memory; and the fewer, the longer the tiles of others' rows wait. A loader pushes a band to one rank in about the
+    time of a tile (`fused.PUSHED`). So of shards of one band all push: rows are everywhere in a tenth of a tile's time.
+    Of more bands as many fewer, and the others compute own tiles first. But enough that all is pushed in half the time
+    of a product of 40 columns of tiles over all ranks, 10,240 at the usual tile: of ranks * bands * (40 / ranks) tiles
+    on `active` CTAs, while (ranks - 1) * bands are pushed. Powers of two, which share the parts of bands evenly: on an
+    H200, four ranks, 16 bands, 5 loaders took 9 % longer than 4 or 8; with 4 bands 16 were faster than 8.
     """
-    rows = sum(problem.shards) // max(1, problem.ranks)
-    return None if problem.bulk and rows >= _EARLY_ROWS else active
+    least = max(2 * -(-active // bands) if bands > 1 else active, -(-active * (ranks - 1) // 20))
+    return max(1, min(active, 1 << (least - 1).bit_length()))
 
 
 def program_plan(problem: Problem, lane: str, program: str, parcels: int | None = None) -> Plan:

@@ -21,16 +21,14 @@ come last are groups of their own, as the others' parts of them must have arrive
 arrive. A band goes to all ranks at once (`push_table`), so that is the first band of every rank, then the second of
 every rank.
 
-**Who brings rows.** A *job* is JOB_ROWS rows of a band, all of K: as much as a GPU's threads copy beside the main loop
-of one tile without delaying it, as they would only wait for tensor cores there. So the first own tiles have a job each
-(`beside`): rows are on their way while this rank multiplies what needs nobody's. But then they arrive when a tile is
-over, and all CTAs need own tiles until then (`early_tiles`), and one more, so that ranks need not be in step. These
-come before the first group, which goes without them; their columns of weights are streamed twice. Where own tiles are
-too few for that, or (`plan.share.communication_ctas`) where it does not pay, jobs are done before the first tile, in
-pieces of `plan.piece` columns: rows that all CTAs bring together take a small part of the time of a tile.
+Where own bands do not fill the first group, its tiles would wait for rows of others. So as many own tiles come before
+it as the CTAs that do not push can compute until those rows are here (`early_tiles`), and the group goes without them.
+They cost little: their columns of weights are streamed twice. Where every CTA pushes first, there are none: nobody
+could compute them earlier, and rows that all CTAs push together take a small part of the time of a tile.
 
-Each piece of a job has a word of the band's line, so ranks may differ in how they do their jobs: what they share are
-the lines of bands and the words of a line. No rank must know of the others' order.
+What decides is the time of pushing a band to a rank against that of a tile. Both grow with K and with the rows of a
+band, which cancel: it is PUSHED / block_n tiles, where PUSHED is how many operations a CTA does while it pushes a byte.
+No rank must know of the others' order: what they share are the lines of bands and the parts of a line.
 
 **Push or pull.** Pushed rows cross a link once, and every tile reads them here. Pulled ones are read there by every
 tile, which many links could not bear; but ranks that share a GPU share its memory, too (`Problem.together`): there
@@ -39,7 +37,6 @@ pulling spares all copies but one, and all ranks' tiles find the same rows in th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -57,8 +54,9 @@ OF_FEW_ROWS = (DECODE, OWNED)
 MOST_RANKS = 8  # of the GPU kernels, which are unrolled over them
 MOST_DECODE_ROWS = 64
 MOST_PACKETS = 32  # polled together
-JOB_ROWS = 32  # with steps of 64 elements along K 16 bytes for each of 256 threads in a step
-PIECES = tuple(512 << one for one in range(8))  # columns of what a CTA of the gather kernel tells of at once
+WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
+NARROWEST_PIECE = 256
+PUSHED = 256  # operations of a CTA in the time of pushing a byte: on an H200 7e12 a second against 27e9 bytes a second
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
@@ -116,7 +114,7 @@ def why_not(problem: Problem, lane: str) -> str:
 
 def why_not_bands(k: int) -> str:
     """Why no kernel can bring rows of K elements from other ranks, or ""."""
-    most = LINE * JOB_ROWS // GPU_TILES[0][0] * PIECES[-1]
+    most = LINE * WIDEST_PIECE
     if k == 0:
         return "there is nothing to multiply"
     if k > most:
@@ -129,10 +127,16 @@ def gpu_tiles(problem: Problem) -> tuple[tuple[int, int], ...]:
     return GPU_TILES if problem.bulk else PLAIN_TILES
 
 
-def piece_of(k: int, block_m: int) -> int:
-    """Columns of a piece of K, as few as can be: a band's line has room for LINE of them, of all its jobs."""
-    most = LINE * JOB_ROWS // block_m
-    return next(piece for piece in PIECES if piece * most >= k)
+def piece_of(k: int, bands: int = 1, loaders: int = 0) -> int:
+    """Columns of a part of a band of K: a line has room for LINE of them; powers of two.
+
+    1024, or fewer where so many loaders would not have two parts of `bands` bands each; more where K has too many.
+    """
+    least = max(NARROWEST_PIECE, 1 << max(0, -(-k // LINE) - 1).bit_length())
+    piece = max(least, 1024)
+    while piece > least and bands * -(-k // piece) < 2 * loaders:
+        piece //= 2
+    return piece
 
 
 def owned(problem: Problem, plan: Plan) -> tuple[int, ...]:
@@ -269,7 +273,7 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
     arrival = np.lexsort((distance, within, distance > 0))  # bands: own ones, the first of each rank, the second, ...
     bands, columns = walked(arrival, plan, grid.columns)
     early = early_tiles(shards, n, plan, rank)
-    if early:
+    if early:  # own bands are less than a group
         own = np.flatnonzero(shard[bands] == rank)
         order = np.concatenate([own[:early], np.delete(np.arange(len(bands)), own[:early])])
         bands, columns = bands[order], columns[order]
@@ -282,33 +286,30 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
     return table
 
 
-def beside(jobs: int, own_tiles: int, plan: Plan) -> int:
-    """How many of so many jobs a rank does beside its first own tiles: the last ones, one each. The others come first.
-
-    None where CTAs would find no own tile while the rows of others are on their way.
-    """
-    if plan.share.communication_ctas is not None or own_tiles < (plan.share.multiprocessors or 1):
-        return 0
-    return min(jobs, own_tiles)
-
-
-def tiles_of(blocks: Sequence[int], n: int, plan: Plan) -> int:
-    """Tiles of blocks of so many rows each, which bands do not straddle."""
-    assert plan.tile is not None
-    return sum(-(-rows // plan.tile[0]) for rows in blocks) * -(-n // plan.tile[1])
-
-
 def early_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:
-    """How many own tiles `rank` takes before all others: those with jobs, in whole waves, and one wave more."""
-    own, every = tiles_of(shards[rank : rank + 1], n, plan), plan.share.multiprocessors or 1
-    with_jobs = beside(len(_band_jobs(push_table(shards, plan, rank))), own, plan)
-    return min(own, (-(-with_jobs // every) + 1) * every) if with_jobs else 0
+    """How many own tiles `rank` takes before the first group: until the rows of others in that group are here.
+
+    Ranks push in step, so those rows are here when each has pushed as many bands, to all others, as the group has of
+    the rank it has most of. Those who do not push compute own tiles meanwhile, in whole waves.
+    """
+    grid = _grid(shards, n, plan)
+    own, every = grid.band_counts[rank], plan.share.multiprocessors
+    if every is None or own >= plan.group_bands:
+        return 0
+    pushing = min(every, plan.share.communication_ctas or 1)
+    counts = [count for other, count in enumerate(grid.band_counts) if other != rank]
+    awaited, deep = min(plan.group_bands - own, sum(counts)), 0
+    while awaited > sum(min(deep, count) for count in counts):
+        deep += 1
+    copies = 1 if plan.pull else len(shards) - 1
+    waves = -(-deep * copies * PUSHED // (grid.block_n * pushing))
+    return int(min(own * grid.columns, waves * (every - pushing)))
 
 
 @lru_cache(256)
 def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
-    """[bands, 8]: what `rank` brings to all others: row and rows of x; the rank that is stored to first, followed by
-    those below it, and round (`copies`); row and line there; the first rank that is told, and how many are.
+    """[bands, 8]: what `rank` pushes to all others: row and rows of x; the rank that is stored to first; row and line
+    there; to how many it is stored, downwards and round; the first rank that is told, and how many are.
 
     All are told, as that is one range of ranks: nobody waits for the words of own bands. What others pull is stored to
     this rank alone.
@@ -320,37 +321,9 @@ def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
         table[:, 0], table[:, 1] = mine[:, 0] - grid.shard_rows[rank], mine[:, 1]
         table[:, 2], table[:, 3] = (rank - 1) % ranks, mine[:, 0]
         table[:, 4] = first_line(shards, plan, rank) + np.arange(len(mine))
-        table[:, 6] = ranks
+        table[:, 5], table[:, 7] = ranks - 1, ranks
         if plan.pull:
-            table[:, 2], table[:, 3] = rank, table[:, 0]
-    table.flags.writeable = False
-    return table
-
-
-def copies(plan: Plan, ranks: int) -> int:
-    """To how many ranks a gathered band is stored."""
-    return 1 if plan.pull else max(1, ranks - 1)
-
-
-def _band_jobs(pushes: Integers) -> Integers:
-    """[jobs, 2]: of the bands of such a table the number of the band, and the first of its rows: JOB_ROWS each."""
-    counts = -(-pushes[:, ROWS] // JOB_ROWS)
-    band = np.repeat(np.arange(len(pushes)), counts)
-    within = np.arange(len(band)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return np.stack([band, within * JOB_ROWS], axis=1)
-
-
-def job_table(pushes: Integers, plan: Plan, k: int) -> Integers:
-    """[jobs, 8]: the same by jobs, with the first of a job's words in place of the line: a word for each piece of K.
-
-    A band's words begin with those of its first job. Who waits for a band knows its rows, and so how many there are.
-    """
-    band, first = _band_jobs(pushes).T
-    table: Integers = pushes[band]
-    table[:, 0] += first
-    table[:, 1] = np.minimum(JOB_ROWS, table[:, 1] - first)
-    table[:, 3] += first
-    table[:, 4] = LINE * table[:, 4] + first // JOB_ROWS * parts(plan, k)
+            table[:, 2], table[:, 3], table[:, 5] = rank, table[:, 0], 1
     table.flags.writeable = False
     return table
 
@@ -361,14 +334,8 @@ def first_line(shards: tuple[int, ...], plan: Plan, rank: int) -> int:
 
 
 def parts(plan: Plan, k: int) -> int:
-    """In how many pieces of `plan.piece` columns rows of K columns are brought: on a CPU of a band, else of a job."""
+    """In how many parts of `plan.piece` columns a band of K columns is brought."""
     return -(-k // plan.piece)
-
-
-def words(plan: Plan, k: int, device: str) -> int:
-    """How many words of its line a band needs: one for each piece."""
-    assert plan.tile is not None
-    return parts(plan, k) * (-(-plan.tile[0] // JOB_ROWS) if device == "cuda" else 1)
 
 
 def _grid(shards: tuple[int, ...], n: int, plan: Plan) -> TileGrid:

@@ -59,14 +59,12 @@ class Plan:
     - `order` is how tiles follow each other, `own_last` whether those a rank keeps come last in each parcel;
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
 
-    fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above. Where tiles wait
-    for rows, `share.communication_ctas` CTAs bring them before they multiply, in pieces of `piece` columns, or (None)
-    rows are brought beside own tiles (`fused.py`); where owners sum on a GPU, so many CTAs do only that (`beside.py`);
-    elsewhere so many are predicted to be kept from computing. `split` is for few rows (all_reduce): 0 where owners sum,
-    else in how many parts K is cut for a one-shot exchange. `owners`: ranks own "rows" or, where few rows are summed by
-    owners (all_reduce), "columns". `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before
-    the launch in front of it has ended, 0: it begins after that. A rank's own tiles come last where they wait for the
-    others' (`fused.own_last`); `order` and `layout` are "natural".
+    fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
+    `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
+    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. `owners`: ranks
+    own "rows" or, where few rows are summed by owners (all_reduce), "columns". `ahead`: of few rows on a GPU, elements
+    along K whose weights a call asks for before the launch in front of it has ended, 0: it begins after that. A rank's
+    own tiles come last where they wait for the others' (`fused.own_last`); `order` and `layout` are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
@@ -243,7 +241,7 @@ class Plan:
             tile_fits = tile_fits and self.tile[0] >= problem.m
         whole = problem.operator == "matmul_all_reduce" and not self.split  # sums that every rank gets
         gathers = problem.operator == "all_gather_matmul"  # elsewhere nothing comes in pieces, and K is a rank's own
-        pieces = fused.words(self, problem.k, problem.device) if gathers else 0
+        pieces = fused.parts(self, problem.k) if gathers else 0
         last = fused.own_last(problem)
         limits: tuple[tuple[str, object, str, bool], ...] = (
             ("parcels", list(self.parcels), "one: each tile moves by itself", len(self.parcels) == 1),
@@ -271,16 +269,10 @@ class Plan:
             (
                 "piece",
                 self.piece,
-                f"a power of two from {fused.PIECES[0]} to {fused.PIECES[-1]} on a GPU",
-                problem.device == "cpu" or self.piece in fused.PIECES,
+                f"a power of two from 256 to {fused.WIDEST_PIECE} on a GPU",
+                problem.device == "cpu" or self.piece in (256 << one for one in range(7)),
             ),
-            ("piece", self.piece, f"such that bands of K {problem.k} have at most {fused.LINE}", pieces <= fused.LINE),
-            (
-                "share.communication_ctas",
-                self.share.communication_ctas,
-                "given where rows are gathered by a GPU without TMA",
-                self.share.communication_ctas is not None or not gathers or problem.device == "cpu" or problem.bulk,
-            ),
+            ("piece", self.piece, f"such that K of {problem.k} has at most {fused.LINE}", pieces <= fused.LINE),
             (
                 "pull",
                 self.pull,

@@ -62,6 +62,7 @@ _GROUP_BANDS = 8
 _GPU_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 _WIDE_GPU_TILES = ((64, 128), (64, 64))  # fp32: no tensor cores, many registers
 _GATHER_PARTS = (1, 2, 4, 8)
+_LOADERS = (4, 8, 16, 32)
 
 
 def candidates(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[Plan]:
@@ -114,9 +115,9 @@ def fused_plans(problem: Problem) -> list[Plan]:
         return []
     first = fused_plan(problem, "peer")
     found = [first]
-    if problem.operator == "all_gather_matmul":  # rows beside own tiles, or by all CTAs before them
-        ways = [first.share.multiprocessors, *([None] if problem.bulk else [])]
-        shares = (dataclasses.replace(first.share, communication_ctas=ctas) for ctas in ways)
+    if problem.operator == "all_gather_matmul":  # more CTAs that push bring the rows sooner, and compute less
+        counts = {min(ctas, first.share.multiprocessors or ctas) for ctas in _LOADERS}
+        shares = (dataclasses.replace(first.share, communication_ctas=ctas) for ctas in sorted(counts))
         found += [dataclasses.replace(first, share=share) for share in shares]
         if problem.together:  # pushing takes more of the memory they share, and reads less often what is far
             found.append(fused_plan(dataclasses.replace(problem, together=False), "peer"))

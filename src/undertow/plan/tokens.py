@@ -210,14 +210,14 @@ def collected_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
 
 @lru_cache(64)
 def push_table(tokens: Tokens, plan: Plan, rank: int) -> Integers:
-    """[bands, 8]: what `rank` brings to others, nearest first: as `fused.push_table`, each band to one rank."""
+    """[bands, 8]: what `rank` pushes, nearest first: as `fused.push_table`, each band to one rank."""
     assert plan.tile is not None
     block_m, blocks, found = plan.tile[0], tokens.leaving(rank), []
     for step in range(1, tokens.ranks):
         to = (rank - step) % tokens.ranks
         line = tokens.lines(to, block_m)[rank]
         bands = bands_of(blocks, block_m, to)
-        rows = [(one.row, one.rows, to, one.there, line + number, to, 1, 0) for number, one in enumerate(bands)]
+        rows = [(one.row, one.rows, to, one.there, line + number, 1, to, 1) for number, one in enumerate(bands)]
         found.append(np.array(rows, np.int64).reshape(-1, 8))
     return _joined(found)
 
