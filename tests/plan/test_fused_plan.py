@@ -393,5 +393,10 @@ def test_a_fused_plan_whose_tiles_wait_leaves_an_sm_to_others(operator: str) -> 
             assert plan.share.multiprocessors == 32  # of 33
         else:
             assert (plan.share.multiprocessors, plan.share.communication_ctas) == (33, 1)
+    scattered = problem("matmul_reduce_scatter")
+    for every, summing in ((1, 1), (2, 1), (16, 1), (66, 2), (132, 4)):
+        plan = fused_plan(replace(scattered, multiprocessors=every), "peer")
+        assert (plan.share.multiprocessors, plan.share.communication_ctas) == (every, summing)
+        plan.check(replace(scattered, multiprocessors=every))
     for plan in fused_plans(problem("matmul_all_reduce", m=16)):
         assert plan.share.multiprocessors == 32  # of 33

@@ -59,12 +59,13 @@ class Plan:
     - `order` is how tiles follow each other, `own_last` whether those a rank keeps come last in each parcel;
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
 
-    fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above;
-    `share.communication_ctas` CTAs push rows where tiles wait for some, in pieces of `piece` columns; `split` is for
-    few rows (all_reduce): 0 where owners sum, else in how many parts K is cut for a one-shot exchange. `owners`: ranks
-    own "rows" or, where few rows are summed by owners (all_reduce), "columns". `ahead`: of few rows on a GPU, elements
-    along K whose weights a call asks for before the launch in front of it has ended, 0: it begins after that. A rank's
-    own tiles come last where they wait for the others' (`fused.own_last`); `order` and `layout` are "natural".
+    fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above. Where tiles wait
+    for rows, `share.communication_ctas` CTAs push them, in pieces of `piece` columns; where owners sum on a GPU, so
+    many do only that (`beside.py`). `split` is for few rows (all_reduce): 0 where owners sum, else in how many parts K
+    is cut for a one-shot exchange. `owners`: ranks own "rows" or, where few rows are summed by owners (all_reduce),
+    "columns". `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before the launch in front
+    of it has ended, 0: it begins after that. A rank's own tiles come last where they wait for the others'
+    (`fused.own_last`); `order` and `layout` are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
