@@ -384,8 +384,10 @@ def rank_main(options: dict[str, Any]) -> dict[str, Any]:
     said(f"exact: {checked} results of seeded jagged problems, {passed():.1f} s")
     stream = bench.stream_bandwidth()
     said(f"stream of a rank, all at once: copy {stream['copy'] / 1e9:.0f} GB/s, read {stream['read'] / 1e9:.0f} GB/s")
-    found: dict[str, Any] = {"stream": stream, "cases": [], "shapes": bench.choose_shapes(stream["read"], said)}
-    said(f"shapes chosen, {passed():.1f} s")
+    found: dict[str, Any] = {"stream": stream, "cases": [], "shapes": {}}
+    if not options["planned"]:
+        found["shapes"] = bench.choose_shapes(stream["read"], said)
+        said(f"shapes chosen, {passed():.1f} s")
 
     def keep() -> None:
         """As results come: a run that is cut leaves what it has."""
@@ -414,11 +416,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--full", action="store_true", help="all shapes, not only the first ones")
     parser.add_argument("--seconds", type=float, default=55, help="no new shape after so many")
+    parser.add_argument("--planned", action="store_true", help="the plan's shapes of the kernel; no others are tried")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=4, help="small problems for exactness")
     parser.add_argument("--out", type=Path, default=Path("gpu-embedding.json"))
     options = parser.parse_args()
-    given = {name: getattr(options, name) for name in ("full", "seconds", "rounds", "seeds")}
+    given = {name: getattr(options, name) for name in ("full", "seconds", "planned", "rounds", "seeds")}
     given["out"] = str(options.out.absolute())
     found = ut.launch(rank_main, options.ranks, device="cuda", args=(given,), deadline=60)[0]
     facts = environment({"link": f"virtual node of {options.ranks}"})

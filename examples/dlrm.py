@@ -189,16 +189,19 @@ def main() -> None:
     compare = given.pop("compare")
     options = Options(**given)
     found = train(options)
-    serial = train(Options(**{**given, "strategy": "serial"})) if compare else None
-    if ut.init().rank == 0:
+    first = ut.init().rank == 0
+    if first:
         losses = found["losses"]
         shown = ", ".join(f"{losses[one]:.4f}" for one in range(0, len(losses), max(1, len(losses) // 8)))
         print(f"loss {shown} ... {losses[-1]:.4f}")
         print(f"AUC {found['auc_before']:.3f} before, {found['auc']:.3f} after {options.steps} steps")
-        print(f"a step takes {found['step_seconds'] * 1e3:.2f} ms with strategy {options.strategy}")
-        if serial is not None:
-            less = 1 - found["step_seconds"] / serial["step_seconds"]
+        print(f"a step takes {found['step_seconds'] * 1e3:.2f} ms with strategy {options.strategy}", flush=True)
+    if compare:
+        serial = train(Options(**{**given, "strategy": "serial"}))
+        less = 1 - found["step_seconds"] / serial["step_seconds"]
+        if first:
             print(f"and {serial['step_seconds'] * 1e3:.2f} ms with serial: {less:+.1%} less")
+    if first:
         print(found["explained"])
     ut.shutdown()
 
