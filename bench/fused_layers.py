@@ -88,6 +88,10 @@ def gather(bench: Bench, m: int, k: int, n: int) -> Made:
         if loaders != plan.share.communication_ctas:
             other = replace(plan, share=replace(plan.share, communication_ctas=loaders))
             found[f"fused {loaders}"] = bench.fused(x, w, out, problem, other)
+    for bringing in (1, 2):
+        share = replace(plan.share, multiprocessors=bench.sms, communication_ctas=bringing)
+        other = replace(plan, order="rotated", share=share)
+        found[f"fused, {bringing} bring"] = bench.fused(x, w, out, problem, other)
     if plan.pull:
         pushed = fused_plan(replace(problem, together=False), "peer")
         found["fused, pushed"] = bench.fused(x, w, out, problem, pushed)

@@ -120,3 +120,18 @@ def busy_node() -> str:
             sum(range(10**8))  # one C call after the other: no other thread of this process runs for long
     y = ut.matmul_all_reduce(torch.ones(2, 2), torch.ones(2, 2), strategy="serial:net")
     return str(y[0, 0].item())
+
+
+def asked_at_a_check() -> str:
+    """What a check says that asks somebody who knows of a failure nobody noticed."""
+    group = ut.init()
+    asked: list[int] = []
+    group.on_check(lambda: asked.append(1))
+    group.check()
+    assert asked == [1]
+    group.on_check(lambda: group.fail(errors.UndertowError(reason="A kernel said so.")))
+    try:
+        group.check()
+    except errors.UndertowError as error:
+        return str(error)
+    return "nothing"

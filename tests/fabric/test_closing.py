@@ -75,3 +75,7 @@ def named_node() -> str:
 
 def test_a_busy_node_is_not_a_lost_one() -> None:
     assert ut.launch(named_node, 2, device="cpu", deadline=30) == ["4.0", "4.0"]
+
+
+def test_a_check_asks_before_it_says_that_all_is_well() -> None:
+    assert ut.launch(targets.asked_at_a_check, 1, device="cpu", deadline=10) == ["A kernel said so."]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from undertow.fabric.environment import commit, cpu_model, driver_version, environment
+from undertow.fabric.environment import commit, cpu_model, driver_version, environment, source
 
 HASH = "0123456789abcdef0123456789abcdef01234567"
 
@@ -33,6 +33,14 @@ def package(tmp_path: Path) -> Path:
     folder = tmp_path / "checkout" / "src" / "undertow"
     folder.mkdir(parents=True)
     return folder
+
+
+def test_the_source_is_told_by_its_contents(package: Path) -> None:
+    (package / "one.py").write_text("1")
+    before = source(package)
+    assert before == source(package)
+    (package / "one.py").write_text("2")
+    assert source(package) != before
 
 
 def test_commit_of_a_loose_reference(package: Path) -> None:

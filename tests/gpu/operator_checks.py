@@ -214,6 +214,38 @@ def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
         matmul_suite.verify(group, Case(operator, strategy, dtype, FUSED_SHAPES[which], seed))
         if number % 100 == 0:
             settle(group)
+            if number % 500 == 0 and group.rank == 0:
+                print(f"{number} mixed calls", flush=True)
+
+
+@check
+def rows_are_brought_while_own_tiles_are_multiplied(group: ut.Group) -> None:
+    """Pulled and pushed, by one CTA and by several; K of one step and of many; calls in a row with a rank late, each
+    with other numbers: rows that are read before they are there are those of two calls ago.
+    """
+    rows = [700 + 130 * rank for rank in range(group.size)]
+    case = Case("all_gather_matmul", "fused:peer", torch.bfloat16, (0, 0, 0), SEEDS[0])
+    for inner, columns in ((64, 520), (1032, 776), (136, 2048)):
+        mine = [matmul_suite.integers(count, inner, 5 + rank, case, group.device) for rank, count in enumerate(rows)]
+        w = matmul_suite.integers(inner, columns, 50 + group.rank, case, group.device)
+        problem = Problem.of(
+            "all_gather_matmul", sum(rows), columns, inner, dtype="bfloat16", ranks=group.size, device="cuda",
+            multiprocessors=group.fabric.multiprocessors, shards=rows, bulk=group.fabric.bulk_copies,
+            together=group.fabric.together,
+        )  # fmt: skip
+        want = (torch.cat(mine).double() @ w.double()).to(torch.bfloat16)
+        for pull, bringing in ((True, 1), (True, 4), (False, 1), (False, 3)):
+            usual = fused_plan(replace(problem, together=pull), "peer")
+            plan = replace(usual, order="rotated", share=replace(usual.share, communication_ctas=bringing))
+            plan.check(problem)
+            results = []
+            for turn in range(12):
+                if group.rank == turn % group.size:
+                    torch.cuda._sleep(3_000_000)
+                x = mine[group.rank] * (turn + 1)
+                results.append(ut.all_gather_matmul(x, w, rows=rows, group=group, plan=plan))
+            for turn, y in enumerate(results):
+                assert torch.equal(y, want * (turn + 1)), (inner, pull, bringing, turn)
 
 
 @check

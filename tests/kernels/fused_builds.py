@@ -6,6 +6,7 @@ from typing import Any
 
 from ptx import CompiledKernel, compile_kernel
 
+from undertow.kernels.fused_brought import fused_brought_kernel
 from undertow.kernels.fused_columns import fused_columns_kernel
 from undertow.kernels.fused_decode import fused_decode_kernel
 from undertow.kernels.fused_exchange import fused_exchange_kernel
@@ -81,6 +82,30 @@ def gather(
     }  # fmt: skip
     aligned |= {"x": 16, "out": 16}
     return compile_kernel(fused_gather_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
+
+
+def brought(
+    bulk: bool = True, tile: tuple[int, int] = (128, 256), transposed: bool = True, bias: bool = False,
+    width: int = 1024, ranks: int = 4, pull: bool = True,
+) -> CompiledKernel:  # fmt: skip
+    factors, _ = operands("sm_90", tile, transposed, False, ("mine", "gathered"), "b")
+    if pull:
+        factors["gathered"] = f"tensordesc<bf16[1, {tile[0]}, 64]>"
+    types = {
+        **factors, "c": f"tensordesc<bf16[{tile[0]}, {tile[1] // 2}]>" if bulk else "*i32",
+        **dict.fromkeys(("x", "out", "bias"), "*bf16"),
+        **dict.fromkeys(("table", "pushes", "bases", "word_bases"), "*i64"),
+        **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
+        **dict.fromkeys(("own", "tiles", "tasks", "active", "multiplying", "early", "inner"), "i32"),
+        **dict.fromkeys(("capacity", "lines", "parts"), "i32"), "stride": "i64", **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": 64, "TRANSPOSED": transposed, "PARTS": 2 if bulk else 4,
+        "BULK": bulk, "EVEN": True, "BIAS": bias, "ACTIVATION": 3 * bias, "WIDTH": width, "RANKS": ranks, "PULL": pull,
+    }  # fmt: skip
+    return compile_kernel(
+        fused_brought_kernel, types, constants, "sm_90", 8, {"x": 16, "out": 16}, num_stages=STAGES
+    )  # fmt: skip
 
 
 def exchange(

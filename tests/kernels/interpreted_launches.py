@@ -91,14 +91,11 @@ class Node:
         for again in range(times):
             for rank in range(self.ranks):
                 call(self.fabric(rank), rank)()
-            if again + 1 < times:
+            if again + 1 < times:  # only what this call counts: the other counter is for the kernel to clear
                 for stages in self.stages.values():
                     for stage in stages:
+                        stage.taken[int(stage.epochs[0]) % 2 * fused.LINE] = 0
                         stage.epochs -= 1
-                        stage.taken.zero_()
-        for stages in self.stages.values():
-            for stage in stages:
-                stage.taken.zero_()
 
 
 def _counters() -> torch.Tensor:
@@ -220,7 +217,7 @@ def test_rows_that_arrive_as_it_is_launched(n: int, transposed: bool, bulk: bool
 @pytest.mark.parametrize(("bulk", "together"), [(True, True), (True, False), (False, False)])
 @pytest.mark.parametrize(("m", "n", "k"), [(70, 136, 24), (390, 520, 1096)])
 def test_a_scatter_as_it_is_launched(m: int, n: int, k: int, bulk: bool, together: bool) -> None:
-    """Sums beside the main loop where K has steps enough (all_reduce: 17), between tiles elsewhere."""
+    """By TMA and by ordinary stores; two calls of each operator in a row, which share memory, words and counters."""
     node, finish = Node(2, bulk, together), Finish(made(n, seed=3), "relu")
     xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(n, k, seed=9 + rank).t() for rank in range(2)]
     want = [torch.relu(one + made(n, seed=3).float()) for one in scattered_reference(wide(xs), wide(ws))]
@@ -230,17 +227,36 @@ def test_a_scatter_as_it_is_launched(m: int, n: int, k: int, bulk: bool, togethe
         )  # fmt: skip
         plan = dataclasses.replace(fused_plan(asked, "peer"), group_bands=2, share=Share(CTAS - 1, 1))
         scatters = operator == "matmul_reduce_scatter"
-        outs = [poisoned(m // 2 if scatters else m, n) for _ in range(2)]
-        node.run(lambda fabric, rank, asked=asked, plan=plan, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
-            xs[rank], ws[rank], outs[rank], asked, plan, finish, fabric
-        ), 2 if scatters else 3)  # fmt: skip
-        for got, right in zip(outs, want if scatters else [torch.cat(want)] * 2, strict=True):
-            assert torch.equal(got, right.to(HALF))
-        words = [stage.words.local.clone() for stages in node.stages.values() for stage in stages]
+        for _ in range(2):
+            outs = [poisoned(m // 2 if scatters else m, n) for _ in range(2)]
+            node.run(lambda fabric, rank, asked=asked, plan=plan, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
+                xs[rank], ws[rank], outs[rank], asked, plan, finish, fabric
+            ), 2 if scatters else 3)  # fmt: skip
+            for got, right in zip(outs, want if scatters else [torch.cat(want)] * 2, strict=True):
+                assert torch.equal(got, right.to(HALF))
+        (stages,) = node.stages.values()
+        before = [(stage.words.local.clone(), stage.taken.clone()) for stage in stages]
         stage, launch = fused_cuda._scatter(xs[0], ws[0], outs[0], asked, plan, finish, node.fabric(0))
         launch(stage.idle_epochs, 0)
-        after = [stage.words.local for stages in node.stages.values() for stage in stages]
-        assert all(map(torch.equal, words, after)), "a launch of no CTA told of a tile"
+        for (words, taken), stage in zip(before, stages, strict=True):
+            assert torch.equal(words, stage.words.local), "a launch of no CTA told of a tile"
+            assert torch.equal(taken, stage.taken), "a launch of no CTA cleared a counter"
+
+
+def test_sums_are_the_same_on_all_ranks_to_the_sign_of_zero() -> None:
+    """silu of what is far below zero is -0.0, which a sum with 0.0 would change."""
+    node, (m, n, k) = Node(2, True, True), (70, 136, 24)
+    xs, ws = [made(m, k, seed=rank) for rank in range(2)], [made(n, k, seed=9 + rank).t() for rank in range(2)]
+    asked = Problem.of(
+        "matmul_all_reduce", m, n, k, dtype="float16", ranks=2, device="cuda", multiprocessors=CTAS, bulk=True
+    )
+    plan, finish = fused_plan(asked, "peer"), Finish(torch.full((n,), -100.0, dtype=HALF), "silu")
+    outs = [poisoned(m, n) for _ in range(2)]
+    node.run(lambda fabric, rank: fused_cuda.prepare(  # type: ignore[misc]
+        xs[rank], ws[rank], outs[rank], asked, plan, finish, fabric
+    ), 3)  # fmt: skip
+    assert torch.equal(outs[0].view(torch.int16), outs[1].view(torch.int16))
+    assert (outs[0].view(torch.int16) == torch.tensor(-0.0, dtype=HALF).view(torch.int16)).any()
 
 
 @pytest.mark.parametrize("bulk", [True, False])
@@ -281,6 +297,32 @@ def test_a_gather_as_it_is_launched(pull: bool, rows: tuple[int, ...], k: int, l
             there = stage.data.local[turn * half : turn * half + sum(rows) * k].view(-1, k)
             assert bool(torch.isnan(there[own]).all()), "own rows were copied"
             assert bool(torch.isnan(stage.data.local[turn * half + sum(rows) * k : (turn + 1) * half]).all())
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [((70, 70), 24, 136), ((300, 1, 165), 264, 520)])
+@pytest.mark.parametrize("pull", [False, True])
+def test_brought_rows_as_they_are_launched(pull: bool, rows: tuple[int, ...], k: int, n: int) -> None:
+    """Own tiles first, rows by a CTA of their own or by all that are over with them; a rank with odd columns among
+    them, which has the other kernel; calls in a row.
+    """
+    ranks = len(rows)
+    node, nothing = Node(ranks, True, pull), Finish(None, "none")
+    xs = [made(count, k, seed=rank) for rank, count in enumerate(rows)]
+    wides = [n - 3 * (rank == 1) for rank in range(ranks)]
+    ws = [made(wides[rank], k, seed=9 + rank).t() for rank in range(ranks)]
+    asked = [Problem.of(
+        "all_gather_matmul", sum(rows), wide_, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS,
+        shards=rows, bulk=True, together=pull,
+    ) for wide_ in wides]  # fmt: skip
+    plan = dataclasses.replace(fused_plan(asked[0], "peer"), order="rotated", share=Share(CTAS, 1), piece=256)
+    plan.check(asked[0])
+    for _ in range(3):
+        outs = [poisoned(sum(rows), wide_) for wide_ in wides]
+        node.run(lambda fabric, rank, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
+            xs[rank], ws[rank], outs[rank], asked[rank], plan, nothing, fabric
+        ))  # fmt: skip
+        for got, right in zip(outs, gathered_reference(wide(xs), wide(ws)), strict=True):
+            assert torch.equal(got, right.to(HALF))
 
 
 WAYS = {"at once": {"split": 1}, "at once, two parts": {"split": 2}, "owners": {"split": 0, "owners": "columns"}}

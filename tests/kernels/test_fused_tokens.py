@@ -155,6 +155,10 @@ def test_few_rows_as_they_are_launched(way: str) -> None:
     interpreted(f"interpreted_launches.py::test_few_rows_as_they_are_launched[True-tile1-shape1-True-{way}]")
 
 
+def test_a_scatter_as_it_is_launched() -> None:
+    interpreted("interpreted_launches.py::test_a_scatter_as_it_is_launched[70-136-24-True-True]")
+
+
 @pytest.mark.nightly
 def test_the_first_weights_are_asked_for_once() -> None:
     interpreted("interpreted_launches.py::test_the_first_weights_are_asked_for_once")

@@ -6,9 +6,10 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-from fused_builds import gather
+from fused_builds import STAGES, brought, gather
 from ptx import check_release_order
 from test_fused_tokens import interpreted
 from triton.backends.nvidia.compiler import get_ptxas
@@ -65,6 +66,35 @@ def log(ptx: str) -> str:
         source.write_text(ptx)
         command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", str(source), "-o", f"{folder}/kernel.cubin"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize(
+    "made",
+    [brought, lambda: brought(pull=False, ranks=8), lambda: brought(False, bias=True), lambda: brought(tile=(64, 256))],
+    ids=["pulled", "pushed to 8", "with tails", "few rows"],
+)
+def test_loads_of_brought_rows_run_ahead_from_tile_to_tile(made: Any) -> None:
+    """Two main loops, own rows' and the others', each with one step's loads in it, the rest before it."""
+    kernel = made()
+    assert kernel.spills == 0
+    assert not kernel.serialised
+    assert kernel.shared > 4 * (64 + 256) * 64 * 2
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.\d+d\.shared", kernel.ptx)
+    assert len(loads) == 2 * 2 * STAGES
+
+
+def test_brought_rows_are_told_of_when_they_are_there_and_waited_for() -> None:
+    ptx = brought(False, pull=False).ptx  # bulk stores of the result are not what words tell of
+    assert check_release_order(ptx) == []
+    spoiled = re.sub(r"(\.reg \.b64 place;\n)\s*barrier\.sync 0;", r"\1", ptx)
+    assert spoiled != ptx
+    assert check_release_order(spoiled) != []
+    # A wait, a CTA barrier and a proxy fence stand before the others' loop, and in it.
+    waits = [one.start() for one in re.finditer(r"ld\.acquire\.sys", ptx)]
+    fences = [one.start() for one in re.finditer(r"fence\.proxy\.async\.global", ptx)]
+    assert len(waits) == len(fences) >= 2
+    for wait, fence in zip(waits, fences, strict=True):
+        assert "barrier.red" in ptx[wait:fence]
 
 
 def test_a_gather_as_it_is_launched() -> None:

@@ -245,7 +245,7 @@ def test_a_tile_needs_the_memory_of_its_owner() -> None:
         ({"owners": "both"}, "owners"),
         ({"ahead": 256}, "ahead"),
         ({"piece": 16}, "piece"),
-        ({"order": "rotated"}, "order"),
+        ({"order": "interleaved"}, "order"),
         ({"layout": "packed"}, "layout"),
         ({"own_last": True}, "own_last"),
         ({"share": Share(communication_priority=0)}, "share.communication_priority"),
@@ -257,6 +257,47 @@ def test_a_plan_that_no_kernel_has_is_refused(changes: dict[str, object], field:
     plan.check(asked)
     with pytest.raises(InvalidArgument, match=rf"plan\.{field}"):
         replace(plan, **changes).check(asked)  # type: ignore[arg-type]
+
+
+def test_only_a_gpu_with_tma_has_rows_brought_by_other_ctas() -> None:
+    asked = problem("all_gather_matmul")
+    plan = replace(fused_plan(asked, "peer"), order="rotated")
+    plan.check(asked)
+    assert fused.brought(asked, plan)
+    for other in (
+        replace(asked, bulk=False),
+        problem("all_gather_matmul", device="cpu"),
+        problem("matmul_reduce_scatter"),
+    ):
+        with pytest.raises(InvalidArgument, match=r"plan\.order"):
+            replace(fused_plan(other, "peer"), order="rotated").check(other)
+    assert not [one for one in fused_plans(asked) if fused.brought(asked, one)]  # only where a plan says so, as yet
+
+
+@pytest.mark.parametrize("shards", [one for one in SHARDS if min(one) > 0])
+@pytest.mark.parametrize("pull", [True, False])
+def test_brought_rows_are_those_of_a_gather_with_own_tiles_first(shards: tuple[int, ...], pull: bool) -> None:
+    plan = replace(plan_of((4, 5), 2), pull=pull)
+    for rank in range(len(shards)):
+        table, own = fused.brought_table(shards, 13, plan, rank)
+        other = fused.gather_table(shards, 13, plan, rank)
+        assert sorted(map(tuple, table.tolist())) == sorted(map(tuple, other.tolist()))
+        assert (table[:own, fused.BAND_LINE] == fused.OWN).all()
+        assert (table[own:, fused.BAND_LINE] >= 0).all()
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+@pytest.mark.parametrize("stages", [2, 3, 4, 5])
+def test_rows_are_waited_for_before_their_first_load_is_issued(steps: int, stages: int) -> None:
+    """Loads of up to `stages` steps are under way at the end of a step, however the compiler orders them in it."""
+    ahead = fused.early(steps, stages)
+    waited = ahead - 1  # of the tiles of a CTA, before its loop
+    issued = -1
+    for step in range(20 * steps):
+        issued = max(issued, step + stages)
+        assert issued // steps <= waited, (step, issued)
+        if step % steps == steps - 1:  # the end of a tile
+            waited = max(waited, step // steps + ahead)
 
 
 def test_only_a_gpu_pulls_and_only_rows() -> None:

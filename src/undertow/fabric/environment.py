@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import platform
 import re
@@ -24,6 +25,7 @@ def environment(group_facts: Mapping[str, object] | None = None) -> dict[str, An
     facts: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
+        "source": source(),
         "undertow": _version("undertow"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -112,6 +114,14 @@ def commit(package: Path = Path(__file__).parents[1]) -> str | None:
         return next((found for folder in folders if (found := _reference(folder, name))), None)
     except OSError:
         return None
+
+
+def source(package: Path = Path(__file__).parents[1]) -> str:
+    """A digest of the package's own files: what ran, whatever the commit says of a tree that was changed since."""
+    digest = hashlib.sha256()
+    for one in sorted(package.rglob("*.py")):
+        digest.update(one.relative_to(package).as_posix().encode() + b"\0" + one.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def _reference(git: Path, name: str) -> str | None:

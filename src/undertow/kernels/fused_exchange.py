@@ -1,6 +1,6 @@
 """A matmul whose rows go to the ranks they are for: out = rows of all ranks' a @ b for this one, in one launch.
 
-As `fused_scatter`, whose main loop this is, without a sum: a finished tile leaves for its final rows in the memory of
+As `fused_scatter` without a sum: a finished tile leaves for its final rows in the memory of
 the rank it is for, and a word there says so. Tiles for the following ranks come first, own ones last and straight to
 `out`; then the CTAs copy what others sent, tile after tile, as it arrives.
 
@@ -29,10 +29,21 @@ import triton
 import triton.language as tl
 
 from .combine import activated
-from .fused_scatter import collect
 from .gemm import ENTRY, multiply, plain_multiply, store_tile
 from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, take_turn, tell
+
+
+@triton.jit
+def _collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile that arrived, into `out`."""
+    HALF: tl.constexpr = BLOCK_M // 2
+    across = column // 16 * 16 + tl.arange(0, BLOCK_N)[None, :]
+    for half in tl.static_range(2):
+        down = half * HALF + tl.arange(0, HALF)[:, None]
+        mask = (down < rows) & (across < n)
+        found = tl.load(source + (row + down).to(tl.int64) * n + across, mask=mask)
+        tl.store(out + (out_row + down).to(tl.int64) * n + across, found, mask=mask)
 
 
 @triton.jit
@@ -112,6 +123,6 @@ def fused_exchange_kernel(
         entry = arriving + position * ENTRY
         signal_wait_all(words + turn_word + tl.load(entry + 4).to(tl.int32), epoch, 1, -1, abort, error, deadline_ns)
         row = tl.load(entry).to(tl.int32)
-        collect(out, arrived + turn * half, row, tl.load(entry + 1).to(tl.int32), row,
-                tl.load(entry + 2).to(tl.int32), n, BLOCK_M, BLOCK_N)  # fmt: skip
+        _collect(out, arrived + turn * half, row, tl.load(entry + 1).to(tl.int32), row,
+                 tl.load(entry + 2).to(tl.int32), n, BLOCK_M, BLOCK_N)  # fmt: skip
     tl.store(epochs + program, epoch)

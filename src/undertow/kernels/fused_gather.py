@@ -47,7 +47,7 @@ _COPIED = tl.constexpr(32 << 10)  # elements that a CTA holds; while they are st
 
 
 @triton.jit
-def _place(row, rows, into, column, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def place_of(row, rows, into, column, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Of ROWS rows from FIRST on of a band, `WIDTH` columns from `column` on: where they are in x, where they go, and
     which of them there are. The band's `rows` rows begin at `row` of x and at `into` of a gathered matrix.
     """
@@ -58,7 +58,7 @@ def _place(row, rows, into, column, inner, stride, FIRST: tl.constexpr, ROWS: tl
 
 
 @triton.jit
-def _fetch(
+def fetch(
     x, pushes, task, tasks, parts, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Those elements of a task, or nothing behind the last one."""
@@ -66,7 +66,7 @@ def _fetch(
     entry = pushes + task // parts * ENTRY
     row = tl.load(entry, mask=there, other=0).to(tl.int32)
     rows = tl.load(entry + 1, mask=there, other=0).to(tl.int32)
-    here, _, mask = _place(row, rows, 0, task % parts * WIDTH, inner, stride, FIRST, ROWS, WIDTH)
+    here, _, mask = place_of(row, rows, 0, task % parts * WIDTH, inner, stride, FIRST, ROWS, WIDTH)
     return tl.load(x + here, mask=mask)
 
 
@@ -83,7 +83,7 @@ def _load(
     """
     ROWS: tl.constexpr = _COPIED // WIDTH if _COPIED // WIDTH < BLOCK_M // 2 else BLOCK_M // 2
     tasks = count * parts
-    ahead = _fetch(x, pushes, program, tasks, parts, inner, stride, 0, ROWS, WIDTH)
+    ahead = fetch(x, pushes, program, tasks, parts, inner, stride, 0, ROWS, WIDTH)
     first, told, offset = 0, 0, 0  # the words of which ranks, and where: of the part before
     for task in range(program, tasks, loaders):
         entry, column = pushes + task // parts * ENTRY, task % parts * WIDTH
@@ -92,12 +92,12 @@ def _load(
         for top in tl.static_range(0, BLOCK_M, ROWS):
             found = ahead
             if top + ROWS < BLOCK_M:
-                ahead = _fetch(x, pushes, task, tasks, parts, inner, stride, top + ROWS, ROWS, WIDTH)
+                ahead = fetch(x, pushes, task, tasks, parts, inner, stride, top + ROWS, ROWS, WIDTH)
             else:
-                ahead = _fetch(x, pushes, task + loaders, tasks, parts, inner, stride, 0, ROWS, WIDTH)
+                ahead = fetch(x, pushes, task + loaders, tasks, parts, inner, stride, 0, ROWS, WIDTH)
             if top == 0:
                 tell(word_bases, first, told, offset, epoch, 0)
-            _, there, mask = _place(0, rows, into, column, inner, stride, top, ROWS, WIDTH)
+            _, there, mask = place_of(0, rows, into, column, inner, stride, top, ROWS, WIDTH)
             base = tl.load(bases + to)
             for step in range(copies):
                 target = tl.multiple_of(base.to(tl.pointer_type(x.dtype.element_ty)), 16)

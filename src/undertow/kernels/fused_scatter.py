@@ -3,13 +3,14 @@
 Every rank computes all tiles of its own product, all ranks in the same order. A finished tile is stored into the memory
 of the rank that owns its rows, where each rank has a slot of its own, and a word there says so. Most CTAs only
 multiply, and wait for nobody. A few sum meanwhile: they would not be missed, as tiles come in whole waves, and find
-what they read still in the L2 cache. When tiles are over, all CTAs sum what is left.
+what they read still in the L2 cache. When tiles are over, all CTAs but one sum what is left; that one leaves its SM to
+whoever needs it while the others may wait.
 
     multiply:   for tile in table, in fixed turns:
                     total = a @ b
                     words[tile before, r] of its owner = epoch
                     slots[r] of the owner = total
-    then all:   for job in jobs, whoever is ready takes the next:
+    then:       for job in jobs, whoever is ready takes the next:
                     sum:   wait for words[tile, s] of all s; out = finish(sum over s of slots[s])
                     BROADCAST (all_reduce): keep the sum where others can read it, and tell all: ready[tile, part];
                     copy:  wait for ready[tile, part] of another's; out = what its owner summed
@@ -53,6 +54,7 @@ from .gemm import ENTRY, after_bulk_stores, halves, multiply, plain_multiply
 from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, tell
 
+# At the scope of the GPU: ranks that share it are several programs, but their memory is in one L2 cache.
 _SET_BULK = tl.constexpr(after_bulk_stores("st.release.gpu.global.b32 [$1], $2;"))
 
 
@@ -110,14 +112,18 @@ def _add(
     values, job, top, n, out, kept, bias, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
     BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Those rows, summed in the order of ranks and finished, into `out` (BROADCAST: and `kept`); copies as they are."""
+    """Those rows, summed in the order of ranks and finished, into `out` (BROADCAST: and `kept`); copies as they are.
+
+    To a copy nothing is added, not even zeros, which would change -0.0.
+    """
     _, at, into, column, rows, sums = job
     across = tl.arange(0, WIDTH)[None, :]
     down = top + tl.arange(0, HEIGHT)[:, None]
     mask = (down < rows) & (across < n - column)
     total = values[0].to(tl.float32)
     for rank in tl.static_range(1, RANKS):
-        total += values[rank].to(tl.float32)
+        added = total + values[rank].to(tl.float32)
+        total = tl.where(sums != 0, added, total) if BROADCAST else added
     if BIAS or ACTIVATION:
         done = total
         if BIAS:
@@ -208,18 +214,6 @@ def _sum_up(
         job = following
 
 
-@triton.jit
-def collect(out, source, row, rows, out_row, column, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile that its owner summed: from the owner's memory into `out`."""
-    HALF: tl.constexpr = BLOCK_M // 2
-    across = column // 16 * 16 + tl.arange(0, BLOCK_N)[None, :]
-    for half in tl.static_range(2):
-        down = half * HALF + tl.arange(0, HALF)[:, None]
-        mask = (down < rows) & (across < n)
-        found = tl.load(source + (row + down).to(tl.int64) * n + across, mask=mask)
-        tl.store(out + (out_row + down).to(tl.int64) * n + across, found, mask=mask)
-
-
 _FREE = [
     *("bias", "table", "jobs", "bases", "word_bases", "words", "epochs", "taken", "tiles", "count", "active"),
     *("multiplying", "inner", "padded", "half", "lines", "rank", "abort", "error", "deadline_ns", "a_row", "b_row"),
@@ -282,7 +276,8 @@ def fused_scatter_kernel(
             set_after_bulk_stores(tl.load(word_bases + owner).to(tl.pointer_type(tl.int32)) + offset, epoch)
         else:
             tell(word_bases, owner, 1, offset, epoch, 0)
-    _sum_up(jobs, count, taken + turn * LINE, program < active, mine + turn * half, out, kept + turn * half, bias,
+    helps = (program < active) & ((program > 0) | (active == 1))
+    _sum_up(jobs, count, taken + turn * LINE, helps, mine + turn * half, out, kept + turn * half, bias,
             bases, word_bases, words, turn, half, plane, lines, n, rank, epoch, abort, error, deadline_ns, HEIGHT,
             BLOCK_N, RANKS, BROADCAST, BIAS, ACTIVATION)  # fmt: skip
     tl.store(epochs + program, epoch)

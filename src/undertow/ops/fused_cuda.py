@@ -109,20 +109,23 @@ def _scatter(
     slots: Any = stage.data.local
     mine = stage.data.local
     if joined:
-        everywhere = stage.side_by_side(fabric)
-        mine = everywhere[rank]
-        rows = everywhere.as_strided((size, 2, stage.half // n, n), (everywhere.stride(0), stage.half, n, 1))
-        slots = stage.describe(("slots", plan.tile, n), lambda: descriptor(rows, [1, 1, block_m, block_n // 2]))
+
+        def described() -> tuple[torch.Tensor, Any]:
+            everywhere = stage.side_by_side(fabric)
+            rows = everywhere.as_strided((size, 2, stage.half // n, n), (everywhere.stride(0), stage.half, n, 1))
+            return everywhere[rank], descriptor(rows, [1, 1, block_m, block_n // 2])
+
+        mine, slots = stage.describe(("slots", plan.tile, n), described)
     both = factors(x, w, fabric.bulk_copies)
     bias, ends = finishing(finish, y)
-    height, summing = beside.slice_rows(size, plan), plan.share.communication_ctas or 0
+    height = beside.slice_rows(size, plan)
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_scatter_kernel
         kernel[(fabric.multiprocessors,)](
             *both.operands((block_m, block_n)), slots, mine, y, mine[size * padded * n :], bias, table, jobs,
             stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, *both.strides[:2], len(table),
-            len(jobs), working, max(min(1, working), working - summing), both.inner, n, padded, stage.half,
+            len(jobs), working, fused.multiplying(working, plan), both.inner, n, padded, stage.half,
             stage.lines // 2, rank, *watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, RANKS=size, BROADCAST=broadcast, HEIGHT=height, JOINED=joined, **ends,
             **both.constants,
@@ -150,11 +153,78 @@ def _gather(
     kind = "pulled" if plan.pull else "gather", x.dtype, k
     stage = stage_of(fabric, kind, fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
     key = ("fused gather", problem.shards, n, plan.digest, rank)
-    table = device_table(fabric, key, lambda: fused.gather_table(problem.shards, n, plan, rank))
+    # Columns are each rank's own: one whose result cannot be stored 16 bytes at a time has the other kernel.
+    brought = fused.brought(problem, plan) and n % ALIGNED == 0 and y.data_ptr() % 16 == 0
+
+    def tiles() -> Any:
+        if brought:
+            return fused.brought_table(problem.shards, n, plan, rank)[0]
+        return fused.gather_table(problem.shards, n, plan, rank)
+
+    table = device_table(fabric, (*key, brought), tiles)
     pushed = ("fused pushes", problem.shards, plan.digest, rank)
     pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank))
     whole = all(rows % block_m == 0 for rows in problem.shards[:-1])
+    if brought:
+        own = fused.brought_table(problem.shards, n, plan, rank)[1]
+        return stage, _brought_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, own)
     return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, announced=False)
+
+
+def _rows_of(plan: Plan, fabric: CudaFabric, stage: Stage, k: int, block_k: int) -> tuple[torch.Tensor, Any]:
+    """Where gathered rows are read, [2 turns of rows, K] or (pulled) of each rank, and as kernels with TMA read it."""
+    assert plan.tile is not None
+    capacity, block = stage.half // k, [plan.tile[0], block_k]
+    if plan.pull:
+        rows = stage.side_by_side(fabric)
+        buffer, block = rows.as_strided((fabric.group.size, 2 * capacity, k), (rows.stride(0), k, 1)), [1, *block]
+    else:
+        buffer = stage.data.local[: 2 * stage.half].view(2 * capacity, k)
+    if not fabric.bulk_copies:
+        return buffer, buffer
+    return buffer, stage.describe(("gathered", plan.tile[0]), lambda: descriptor(buffer, block))
+
+
+def _brought_launch(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    plan: Plan,
+    finish: Finish,
+    fabric: CudaFabric,
+    stage: Stage,
+    table: torch.Tensor,
+    pushes: torch.Tensor,
+    whole: bool,
+    own: int,
+) -> Launch:
+    """The kernel whose rows are brought by other CTAs, loaded."""
+    from ..kernels.fused_brought import fused_brought_kernel
+
+    assert plan.tile is not None
+    block_m, block_n = plan.tile
+    k, size = x.shape[1], fabric.group.size
+    both = factors(x, w, fabric.bulk_copies)
+    _, gathered = _rows_of(plan, fabric, stage, k, both.block_k)
+    bias, ends = finishing(finish, y)
+    parts, tasks = 2 if whole else 4, len(pushes) * fused.parts(plan, k)
+    early = fused.early(-(-k // both.block_k), both.stages)
+
+    def launch(epochs: torch.Tensor, working: int) -> None:
+        kernel: Any = fused_brought_kernel
+        a, b = both.operands((block_m, block_n))
+        c = descriptor(y, [block_m, block_n // parts]) if whole else stage.taken
+        kernel[(fabric.multiprocessors,)](
+            a, gathered, b, c, both.a, y, bias, table, pushes, stage.bases, stage.word_bases, stage.words.local, epochs,
+            stage.taken, own, len(table), tasks, working, fused.multiplying(working, plan), early, k, both.strides[0],
+            stage.half // k, stage.lines // 2, fused.parts(plan, k), *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, PARTS=parts, BULK=whole, EVEN=True, WIDTH=plan.piece, RANKS=size,
+            PULL=plan.pull, **ends, **both.constants,
+        )  # fmt: skip
+
+    variant = (both.transposed, whole, *ends.values())
+    load(fabric, stage, ("brought", plan.pull, plan.tile, plan.piece, x.dtype), variant, launch)
+    return launch
 
 
 def gather_launch(
@@ -179,15 +249,7 @@ def gather_launch(
     capacity = stage.half // k
     lines = stage.lines // 2 - announced  # a line of announcements, and one to make their number even
     both = factors(x, w, fabric.bulk_copies)
-    block = [block_m, both.block_k]
-    if plan.pull:
-        rows = stage.side_by_side(fabric)
-        buffer, block = rows.as_strided((size, 2 * capacity, k), (rows.stride(0), k, 1)), [1, *block]
-    else:
-        buffer = stage.data.local[: 2 * stage.half].view(2 * capacity, k)
-    gathered: Any = buffer
-    if fabric.bulk_copies:
-        gathered = stage.describe(("gathered", block_m), lambda: descriptor(buffer, block))
+    buffer, gathered = _rows_of(plan, fabric, stage, k, both.block_k)
     bias, ends = finishing(finish, y)
     aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
     bulk = aligned and whole and fabric.bulk_copies and y.numel() > 0

@@ -46,6 +46,11 @@ class Factors:
         return self.a.shape[1]
 
     @property
+    def stages(self) -> int:
+        """Steps along K whose loads may be under way."""
+        return _STAGES
+
+    @property
     def grouped(self) -> bool:
         return self.b.dim() == 3
 

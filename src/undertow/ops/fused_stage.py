@@ -35,8 +35,8 @@ _ROUND = 1 << 20  # elements: a small stage is made twice as large as asked, up 
 class Stage:
     """Memory of one kind of call: `data` holds two halves of `half` elements, for calls in turn; `words` what arrived.
 
-    `epochs`: the number of calls, counted by every CTA; `taken`: tiles that were handed out, of either turn. `stream`:
-    of the last call, after which `event` was recorded; `captured`: of the last captured one. None: there was none.
+    `epochs`: the number of calls, counted by every CTA; `taken`: tiles or jobs that were, of either turn. `stream`: of
+    the last call, after which `event` was recorded; `captured`: of the last captured one. None: there was none.
     `joined`: all ranks' `data` side by side, where a kernel wanted it so.
     """
 

@@ -8,7 +8,7 @@
 
 Every parcel holds a share of every rank's rows, so that all ranks have something to send and to sum from the first
 parcel on. Each rank sums what the others send for its own rows. `fused`: a finished tile goes straight into the memory
-of the rank that owns its rows, own rows last; the owner sums as the parts of a tile have arrived.
+of the rank that owns its rows; the owner sums as the parts of a tile have arrived.
 """
 
 from __future__ import annotations

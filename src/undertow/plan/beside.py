@@ -44,7 +44,7 @@ def common_table(shards: tuple[int, ...], n: int, plan: Plan, broadcast: bool) -
     return fused.scattered(grid, *fused.walked(np.lexsort((shard, within)), plan, grid.columns), broadcast)
 
 
-@lru_cache(256)
+@lru_cache(16)
 def job_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast: bool, ctas: int) -> Integers:
     """[jobs, 8]: what `rank` sums and, `broadcast`, copies, where about `ctas` CTAs multiply.
 

@@ -4,7 +4,7 @@ serial     the whole product first; what moves is cut only to keep a link busy i
 chunked    CHUNKS equal parts of the rows
 signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
            (moved by a collective program: always of whole bands)
-fused      all SMs but one compute, and move what they compute (`fused.py`)
+fused      all SMs, or where tiles wait all but one, compute, and move what they compute (`fused.py`)
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         bands = _usual_bands(problem, tile[0])
         waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
         if scatters:
-            loaders = min(max(1, active // _SUMMING), max(1, active - 1))
+            loaders = max(1, active // _SUMMING)
         else:
             loaders = _loaders(active, 2 if pull else problem.ranks, bands) if waits else min(active, _MOVING)
         share = Share(active, loaders)
@@ -96,7 +96,7 @@ def _few_rows(problem: Problem) -> dict[str, Any]:
     Everything to everybody takes one way, owners two; but of ranks * rows each rank gets so many times less. On an
     H200, four ranks, K 1024 and 3584: 16 rows took 28 and 68 us at once in blocks of 256 columns, 30 and 70 by owners
     in blocks of 128; 64 rows by owners 33 and 75 us in blocks of 64 columns, 37 and 77 of 128. Weights that are asked
-    for ahead, on half an SM, cost 1 to 18 us.
+    for ahead, on half an SM, cost up to 18 us.
     """
     tall = next(rows for rows in (16, 32, 64) if rows >= problem.m)
     at_once = problem.m * problem.ranks <= _AT_ONCE_ROWS

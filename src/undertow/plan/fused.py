@@ -82,6 +82,21 @@ def form(problem: Problem, plan: Plan) -> str:
     return DECODE if plan.split > 0 else OWNED if plan.owners == "columns" else SCATTER
 
 
+def multiplying(working: int, plan: Plan) -> int:
+    """CTAs of those that work that multiply, where the others only sum or bring rows meanwhile: one at least."""
+    return max(min(1, working), working - (plan.share.communication_ctas or 0))
+
+
+def brought(problem: Problem, plan: Plan) -> bool:
+    """Whether rows are brought by CTAs that multiply nothing meanwhile (`kernels/fused_brought.py`)."""
+    return problem.operator == "all_gather_matmul" and plan.order == "rotated"
+
+
+def early(steps: int, stages: int) -> int:
+    """How many tiles ahead a tile's rows are waited for, where loads of so many steps may be under way."""
+    return 1 + -(-stages // steps)
+
+
 def own_last(problem: Problem) -> bool:
     """Whether a rank's own tiles come last. A gather's come first, and where a GPU sums there is no such order."""
     if problem.operator == "all_gather_matmul":
@@ -267,16 +282,42 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
     shard, and its rank stands last.
     """
     grid = _grid(shards, n, plan)
-    ranks, shard = len(shards), grid.bands[:, 2]
-    starts = np.cumsum([0, *grid.band_counts])
-    within, distance = np.arange(len(shard)) - starts[shard], (shard - rank) % ranks
-    arrival = np.lexsort((distance, within, distance > 0))  # bands: own ones, the first of each rank, the second, ...
+    arrival, shard = _arrival(grid, rank), grid.bands[:, 2]
     bands, columns = walked(arrival, plan, grid.columns)
     early = early_tiles(shards, n, plan, rank)
     if early:  # own bands are less than a group
         own = np.flatnonzero(shard[bands] == rank)
         order = np.concatenate([own[:early], np.delete(np.arange(len(bands)), own[:early])])
         bands, columns = bands[order], columns[order]
+    return _awaited(grid, bands, columns, plan, rank)
+
+
+@lru_cache(256)
+def brought_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> tuple[Integers, int]:
+    """`gather_table` in which all own tiles come first, in groups of their own, and how many they are.
+
+    Weights are streamed once more than for groups that go on over the ends of shards, which takes less time than the
+    tiles of two bands or more.
+    """
+    grid = _grid(shards, n, plan)
+    arrival = _arrival(grid, rank)
+    own = grid.band_counts[rank]
+    walks = [walked(which, plan, grid.columns) for which in (arrival[:own], arrival[own:])]
+    bands, columns = (np.concatenate(one) for one in zip(*walks, strict=True))
+    return _awaited(grid, bands, columns, plan, rank), own * grid.columns
+
+
+def _arrival(grid: TileGrid, rank: int) -> Integers:
+    """Bands in the order in which they arrive: own ones, the first of each other rank, the second, ..."""
+    shard = grid.bands[:, 2]
+    within = np.arange(len(shard)) - np.cumsum([0, *grid.band_counts])[shard]
+    distance = (shard - rank) % len(grid.shards)
+    return np.lexsort((distance, within, distance > 0))
+
+
+def _awaited(grid: TileGrid, bands: Integers, columns: Integers, plan: Plan, rank: int) -> Integers:
+    """The table of a gather on a GPU: own tiles wait for nothing; pulled rows count from their owner's first."""
+    shard = grid.bands[:, 2]
     table = _gathered(grid, bands, columns, rank, np.where(shard[bands] == rank, OWN, bands))
     if plan.pull:
         table = table.copy()

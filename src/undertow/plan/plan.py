@@ -60,12 +60,13 @@ class Plan:
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
 
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above. Where tiles wait
-    for rows, `share.communication_ctas` CTAs push them, in pieces of `piece` columns; where owners sum on a GPU, so
-    many do only that (`beside.py`). `split` is for few rows (all_reduce): 0 where owners sum, else in how many parts K
+    for rows, `share.communication_ctas` CTAs push them, in pieces of `piece` columns, before they multiply, or (`order`
+    "rotated") while the others multiply all own tiles first; where owners sum on a GPU, so many do only that
+    (`beside.py`). `split` is for few rows (all_reduce): 0 where owners sum, else in how many parts K
     is cut for a one-shot exchange. `owners`: ranks own "rows" or, where few rows are summed by owners (all_reduce),
     "columns". `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before the launch in front
     of it has ended, 0: it begins after that. A rank's own tiles come last where they wait for the others'
-    (`fused.own_last`); `order` and `layout` are "natural".
+    (`fused.own_last`); elsewhere `order`, and `layout`, are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
@@ -281,7 +282,13 @@ class Plan:
                 not self.pull or (gathers and problem.together),
             ),
             # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
-            ("order", self.order, "natural for a fused plan", self.order == "natural"),
+            (
+                "order",
+                self.order,
+                "natural for a fused plan, or rotated where a GPU with TMA gathers rows",
+                self.order == "natural"
+                or (self.order == "rotated" and gathers and problem.device == "cuda" and problem.bulk),
+            ),
             ("layout", self.layout, "natural for a fused plan", self.layout == "natural"),
             ("own_last", self.own_last, f"{last} for a fused {problem.operator}", self.own_last == last),
             (

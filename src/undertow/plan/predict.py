@@ -162,7 +162,11 @@ def fused_rest_seconds(problem: Problem, machine: Machine) -> float:
 def workers_of(problem: Problem, plan: Plan) -> int:
     """The SMs (threads) that the plan's matmul runs on."""
     share = plan.share.multiprocessors if plan.grain != "serial" else None
-    return min(problem.multiprocessors, share or problem.multiprocessors)
+    every = min(problem.multiprocessors, share or problem.multiprocessors)
+    apart = plan.grain == "fused" and problem.device == "cuda" and problem.operator != EMBEDDING
+    if apart and (fused.form(problem, plan) == fused.SCATTER or fused.brought(problem, plan)):
+        return fused.multiplying(every, plan)
+    return every
 
 
 def signal_seconds(plan: Plan, machine: Machine) -> float:

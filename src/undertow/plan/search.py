@@ -131,7 +131,7 @@ def _other_ways(first: Plan) -> list[dict[str, Any]]:
     assert first.tile is not None
     rows, columns = first.tile
     owners = {"split": 0, "owners": "columns"} if first.split else {"split": 1, "owners": "rows"}
-    return [{"tile": (rows, 64 if columns > 64 else 128), "ahead": min(first.ahead, 512)}, owners]
+    return [{"tile": (rows, 64 if columns > 64 else 128)}, owners]
 
 
 def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
