@@ -60,8 +60,12 @@ def test_every_row_is_summed_or_copied_once(
         seen = np.zeros((sum(shards) if broadcast else shards[rank], N), int)
         for row, rows, column, _, out_row, owner, part, _ in jobs.tolist():
             assert broadcast or owner == rank
-            assert 1 <= rows <= height <= tile[0]
-            assert part == row // height % (tile[0] // height)
+            if owner == rank:
+                assert 1 <= rows <= height <= tile[0]
+                assert part == row // height % (tile[0] // height)
+            else:
+                assert 1 <= rows <= tile[0]
+                assert part == -(-rows // height)
             assert out_row == row + (sum(shards[:owner]) if broadcast else 0)
             seen[out_row : out_row + rows, column : column + tile[1]] += 1
         assert (seen == 1).all()
@@ -81,7 +85,9 @@ def calls(
         while (unit := next(taken)) < len(jobs):
             job = jobs[unit].tolist()
             line, mine = job[beside.TILE_LINE], job[beside.OWNER] == rank
-            wanted = {(line, one) for one in range(ranks)} if mine else {("ready", line, job[beside.PART])}
+            wanted: set[object] = {(line, one) for one in range(ranks)}
+            if not mine:
+                wanted = {("ready", line, part) for part in range(job[beside.PART])}
             while not wanted <= words:
                 yield
             if mine:

@@ -13,14 +13,14 @@ whoever needs it while the others may wait.
     then:       for job in jobs, whoever is ready takes the next:
                     sum:   wait for words[tile, s] of all s; out = finish(sum over s of slots[s])
                     BROADCAST (all_reduce): keep the sum where others can read it, and tell all: ready[tile, part];
-                    copy:  wait for ready[tile, part] of another's; out = what its owner summed
+                    copy:  wait for ready[tile, part] of all parts of another's; out = what its owner summed
 
 Sums are made in fp32 of products rounded once, in the order of ranks. A tile's word follows one tile later, when its
 stores have arrived and nobody has to wait for them.
 
 Both tables are the plan's (`plan/beside.py`), and so is who multiplies. `table`: row, rows, column, columns of the
 product; row in the owner's shard; line, the tile's number among all; owner; row of `out`. `jobs`: row in the owner's
-shard, rows, column, line, row of `out`, owner, part.
+shard, rows, column, line, row of `out`, owner, and which part of the tile a sum is, or how many a copy has.
 
 Nobody waits for ever: who multiplies does not wait, and jobs come in an order in which nobody waits for a later one
 (`plan/beside.py`). Before a CTA waits it has told of all that it made.
@@ -94,16 +94,16 @@ def _store(slots, bases, kind, total, turn, owner, row, column, half, n, JOINED:
 
 @triton.jit
 def _ask(job, top, n, plane, kind, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr):
-    """HEIGHT rows of a job from its row `top` on: of all ranks' slots, or of what the owner summed. Under way only."""
-    source, _, _, column, rows, sums = job
+    """HEIGHT rows of a sum from its row `top` on: of all ranks' slots. Under way only."""
+    source, _, _, column, rows = job
     across = tl.arange(0, WIDTH)[None, :]
     down = top + tl.arange(0, HEIGHT)[:, None]
     mask = (down < rows) & (across < n - column)
     first = tl.multiple_of(source.to(kind.dtype), 16)
     place = down * n + across
-    values = (tl.load(first + place, mask=mask, other=0.0),)
-    for rank in tl.static_range(1, RANKS):
-        values = values + (tl.load((first + rank * plane) + place, mask=mask & (sums != 0), other=0.0),)
+    values = ()
+    for rank in tl.static_range(RANKS):
+        values = values + (tl.load((first + rank * plane) + place, mask=mask, other=0.0),)
     return values
 
 
@@ -112,29 +112,37 @@ def _add(
     values, job, top, n, out, kept, bias, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
     BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Those rows, summed in the order of ranks and finished, into `out` (BROADCAST: and `kept`); copies as they are.
-
-    To a copy nothing is added, not even zeros, which would change -0.0.
-    """
-    _, at, into, column, rows, sums = job
+    """Those rows, summed in the order of ranks and finished, into `out` (BROADCAST: and `kept`)."""
+    _, at, into, column, rows = job
     across = tl.arange(0, WIDTH)[None, :]
     down = top + tl.arange(0, HEIGHT)[:, None]
     mask = (down < rows) & (across < n - column)
     total = values[0].to(tl.float32)
     for rank in tl.static_range(1, RANKS):
-        added = total + values[rank].to(tl.float32)
-        total = tl.where(sums != 0, added, total) if BROADCAST else added
-    if BIAS or ACTIVATION:
-        done = total
-        if BIAS:
-            done += tl.load(bias + column + across, mask=across < n - column, other=0.0).to(tl.float32)
-        done = activated(done, ACTIVATION)
-        total = tl.where(sums != 0, done, total) if BROADCAST else done
-    result = total.to(out.dtype.element_ty)
+        total += values[rank].to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + column + across, mask=across < n - column, other=0.0).to(tl.float32)
+    result = activated(total, ACTIVATION).to(out.dtype.element_ty)
     place = down * n + across
     tl.store((out + into // 8 * 8) + place, result, mask=mask)
     if BROADCAST:
-        tl.store((kept + at // 8 * 8) + place, result, mask=mask & (sums != 0))
+        tl.store((kept + at // 8 * 8) + place, result, mask=mask)
+
+
+@triton.jit
+def _copy(job, n, out, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """A tile that its owner summed, as it is: both halves are under way before one is stored."""
+    source, _, into, column, rows = job
+    HALF: tl.constexpr = HEIGHT // 2
+    across = tl.arange(0, WIDTH)[None, :]
+    first, target = tl.multiple_of(source.to(out.dtype), 16), out + into // 8 * 8
+    found = ()
+    for half in tl.static_range(2):
+        down = half * HALF + tl.arange(0, HALF)[:, None]
+        found = found + (tl.load(first + (down * n + across), mask=(down < rows) & (across < n - column)),)
+    for half in tl.static_range(2):
+        down = half * HALF + tl.arange(0, HALF)[:, None]
+        tl.store(target + (down * n + across), found[half], mask=(down < rows) & (across < n - column))
 
 
 @triton.jit
@@ -150,68 +158,77 @@ def _entry(jobs, unit, count):
 
 
 @triton.jit
-def _job(entry, mine, bases, turn, half, plane, n, rank, kind, RANKS: tl.constexpr, BROADCAST: tl.constexpr):
-    """A job: the address it begins to read at; where it begins in a shard, in `out`; column, rows; whether a sum."""
-    row, out_row, column, rows, _, owner, _ = entry
+def _job(entry, memory, n, kind):
+    """A job: the address in `memory` it begins to read at; where it begins in a shard, in `out`; column and rows."""
+    row, out_row, column, rows, _, _, _ = entry
     BYTES: tl.constexpr = kind.dtype.element_ty.primitive_bitwidth // 8
     column = column // 16 * 16
     at, into = row * n + column, out_row * n + column
-    source, sums = mine.to(tl.int64), 1
-    if BROADCAST:
-        sums = (owner == rank).to(tl.int32)
-        source = tl.where(owner == rank, source, tl.load(bases + owner) + (turn * half + RANKS * plane) * BYTES)
-    return source + at * BYTES, at, into, column, rows, sums
-
-
-@triton.jit
-def _await(
-    entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS: tl.constexpr, BROADCAST: tl.constexpr
-):  # fmt: skip
-    """Wait for what a job reads, if there is one. Whether the wait failed."""
-    _, _, _, rows, line, owner, part = entry
-    count, place = tl.where(rows > 0, RANKS, 0), line * LINE
-    if BROADCAST:
-        count = tl.where(owner == rank, count, tl.minimum(count, 1))
-        place = tl.where(owner == rank, place, (lines + line) * LINE + part)
-    return signal_wait_all(words + place, epoch, count, -1, abort, error, deadline_ns)
+    return memory + at * BYTES, at, into, column, rows
 
 
 @triton.jit
 def _sum_up(
-    jobs, count, counter, works, mine, out, kept, bias, bases, word_bases, words, turn, half, plane, lines, n, rank,
-    epoch, abort, error, deadline_ns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
-    BROADCAST: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    jobs, count, counter, helps, mine, out, bias, words, plane, n, epoch, abort, error, deadline_ns,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Jobs until there are no more, each of two slices: one is asked for while the other is added.
+    """Jobs until there are no more, all of them sums, each of two slices: one is asked for while the other is added.
 
     The number of the next job, and its line, are asked for while one is done, and its first slice before the second of
-    this one is added. (Slices that changed places in a loop would have to be there to be moved.) BROADCAST: a job is
-    over, and told of, before the next one is waited for.
+    this one is added. (Slices that changed places in a loop would have to be there to be moved.)
     """
     unit = count
-    if works:
+    if helps:
         unit = tl.atomic_add(counter, 1, sem="relaxed")
     entry = _entry(jobs, unit, count)
-    failed = _await(entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS, BROADCAST)
-    job = _job(entry, mine, bases, turn, half, plane, n, rank, out, RANKS, BROADCAST)
-    ready = (lines + entry[4]) * LINE + entry[6]
+    awaited = tl.where(unit < count, RANKS, 0)
+    signal_wait_all(words + entry[4] * LINE, epoch, awaited, -1, abort, error, deadline_ns)
+    memory = mine.to(tl.int64)
+    job = _job(entry, memory, n, out)
     upper = _ask(job, 0, n, plane, out, HEIGHT, WIDTH, RANKS)
     while unit < count:
         second = tl.maximum(HEIGHT, unit - count)  # HEIGHT: Triton 3.6 fails on a loop that does not use its condition
         lower = _ask(job, second, n, plane, out, HEIGHT, WIDTH, RANKS)
         unit = tl.atomic_add(counter, 1, sem="relaxed")
         entry = _entry(jobs, unit, count)
-        _add(upper, job, 0, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
-        if BROADCAST:
-            _add(lower, job, second, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
-            tell(word_bases, 0, tl.where(job[5] != 0, RANKS, 0), ready, epoch, failed)
-        failed = _await(entry, rank, words, lines, epoch, abort, error, deadline_ns, RANKS, BROADCAST)
-        following = _job(entry, mine, bases, turn, half, plane, n, rank, out, RANKS, BROADCAST)
-        ready = (lines + entry[4]) * LINE + entry[6]
+        _add(upper, job, 0, n, out, out, bias, HEIGHT, WIDTH, RANKS, False, BIAS, ACTIVATION)
+        awaited = tl.where(unit < count, RANKS, 0)
+        signal_wait_all(words + entry[4] * LINE, epoch, awaited, -1, abort, error, deadline_ns)
+        following = _job(entry, memory, n, out)
         upper = _ask(following, 0, n, plane, out, HEIGHT, WIDTH, RANKS)
-        if not BROADCAST:
-            _add(lower, job, second, n, out, kept, bias, HEIGHT, WIDTH, RANKS, BROADCAST, BIAS, ACTIVATION)
+        _add(lower, job, second, n, out, out, bias, HEIGHT, WIDTH, RANKS, False, BIAS, ACTIVATION)
         job = following
+
+
+@triton.jit
+def _sum_up_for_all(
+    jobs, count, counter, helps, mine, out, kept, bias, bases, word_bases, words, others, plane, lines, n, rank, epoch,
+    abort, error, deadline_ns, HEIGHT: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """BROADCAST: parts of own tiles to sum, others' tiles to copy. A job is over, and told of, before the next one is
+    waited for. `others`: bytes from the beginning of a rank's memory to what it has summed.
+    """
+    unit = count
+    if helps:
+        unit = tl.atomic_add(counter, 1, sem="relaxed")
+    entry = _entry(jobs, unit, count)
+    while unit < count:
+        unit = tl.maximum(tl.atomic_add(counter, 1, sem="relaxed"), unit)  # it is larger: a loop must use its condition
+        following = _entry(jobs, unit, count)
+        line, owner, part = entry[4], entry[5], entry[6]
+        if owner == rank:
+            failed = signal_wait_all(words + line * LINE, epoch, RANKS, -1, abort, error, deadline_ns)
+            job = _job(entry, mine.to(tl.int64), n, out)
+            upper = _ask(job, 0, n, plane, out, HEIGHT, WIDTH, RANKS)
+            lower = _ask(job, HEIGHT, n, plane, out, HEIGHT, WIDTH, RANKS)
+            _add(upper, job, 0, n, out, kept, bias, HEIGHT, WIDTH, RANKS, True, BIAS, ACTIVATION)
+            _add(lower, job, HEIGHT, n, out, kept, bias, HEIGHT, WIDTH, RANKS, True, BIAS, ACTIVATION)
+            tell(word_bases, 0, RANKS, (lines + line) * LINE + part, epoch, failed)
+        else:  # `part` counts the parts of the tile
+            signal_wait_all(words + (lines + line) * LINE, epoch, part, -1, abort, error, deadline_ns)
+            _copy(_job(entry, tl.load(bases + owner) + others, n, out), n, out, TILE, WIDTH)
+        entry = following
 
 
 _FREE = [
@@ -276,8 +293,13 @@ def fused_scatter_kernel(
             set_after_bulk_stores(tl.load(word_bases + owner).to(tl.pointer_type(tl.int32)) + offset, epoch)
         else:
             tell(word_bases, owner, 1, offset, epoch, 0)
-    helps = (program < active) & ((program > 0) | (active == 1))
-    _sum_up(jobs, count, taken + turn * LINE, helps, mine + turn * half, out, kept + turn * half, bias,
-            bases, word_bases, words, turn, half, plane, lines, n, rank, epoch, abort, error, deadline_ns, HEIGHT,
-            BLOCK_N, RANKS, BROADCAST, BIAS, ACTIVATION)  # fmt: skip
+    helps, counter = (program < active) & ((program > 0) | (active == 1)), taken + turn * LINE
+    if BROADCAST:
+        BYTES: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+        _sum_up_for_all(jobs, count, counter, helps, mine + turn * half, out, kept + turn * half, bias, bases,
+                        word_bases, words, (turn * half + RANKS * plane) * BYTES, plane, lines, n, rank, epoch, abort,
+                        error, deadline_ns, HEIGHT, BLOCK_M, BLOCK_N, RANKS, BIAS, ACTIVATION)  # fmt: skip
+    else:
+        _sum_up(jobs, count, counter, helps, mine + turn * half, out, bias, words, plane, n, epoch, abort, error,
+                deadline_ns, HEIGHT, BLOCK_N, RANKS, BIAS, ACTIVATION)  # fmt: skip
     tl.store(epochs + program, epoch)

@@ -2,8 +2,8 @@
 
 A tile's parts are with its owner when all ranks have computed it, which is at about the same time, as all go through
 the same table. Most CTAs multiply; `share.communication_ctas` of them do jobs meanwhile, and in the end all of them do
-what is left (`kernels/fused_scatter.py`). A *job* is some rows of an own tile to sum or, of all_reduce, of another's to
-copy when its owner has summed them. CTAs take jobs in the order of their table.
+what is left (`kernels/fused_scatter.py`). A *job* is some rows of an own tile to sum or, of all_reduce, a tile of
+another rank to copy when its owner has summed it. CTAs take jobs in the order of their table.
 
 **Nobody waits for ever.** Sums wait for tiles, and who multiplies waits for nobody. Jobs have numbers: of the tile at
 position p a sum has p, a copy p + LAG waves, and every rank does its jobs in the order of these numbers. Of all CTAs
@@ -48,25 +48,26 @@ def common_table(shards: tuple[int, ...], n: int, plan: Plan, broadcast: bool) -
 def job_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast: bool, ctas: int) -> Integers:
     """[jobs, 8]: what `rank` sums and, `broadcast`, copies, where about `ctas` CTAs multiply.
 
-    Row in the owner's shard, rows, column; the tile's line; row of the output; the owner; which part of the tile.
+    Row in the owner's shard, rows, column; the tile's line; row of the output; the owner; which part of the tile a sum
+    is, or how many a copy waits for.
     """
-    assert plan.tile is not None
     table = common_table(shards, n, plan, broadcast)
     own = table[:, fused.OWNER] == rank
     number = np.arange(len(table)) + np.where(own, 0, LAG * ctas)
     wanted = np.flatnonzero(own | broadcast)
     wanted = wanted[np.argsort(number[wanted], kind="stable")]
-    found, height = [], 2 * slice_rows(len(shards), plan)
-    for top in range(0, plan.tile[0], height):
-        tiles = table[wanted]
-        jobs = np.zeros((len(tiles), 8), dtype=np.int64)
-        jobs[:, SHARD_ROW], jobs[:, OUT_ROW] = tiles[:, fused.SHARD_ROW] + top, tiles[:, fused.OUT_ROW] + top
-        jobs[:, ROWS] = np.clip(tiles[:, fused.ROWS] - top, 0, height)
-        jobs[:, COLUMN], jobs[:, TILE_LINE] = tiles[:, fused.COLUMN], tiles[:, fused.TILE_LINE]
-        jobs[:, OWNER], jobs[:, PART] = tiles[:, fused.OWNER], top // height
-        found.append(jobs)
-    jobs = np.stack(found, 1).reshape(-1, 8)
-    jobs = jobs[jobs[:, ROWS] > 0]
+    height = 2 * slice_rows(len(shards), plan)
+    found = []
+    for line, mine in zip(table[wanted].tolist(), own[wanted].tolist(), strict=True):
+        rows = line[fused.ROWS]
+        parts = -(-rows // height)
+        for part in range(parts if mine else 1):
+            top = part * height
+            found.append((
+                line[fused.SHARD_ROW] + top, min(height, rows - top) if mine else rows, line[fused.COLUMN],
+                line[fused.TILE_LINE], line[fused.OUT_ROW] + top, line[fused.OWNER], part if mine else parts, 0,
+            ))  # fmt: skip
+    jobs = np.array(found, dtype=np.int64).reshape(-1, 8)
     jobs.flags.writeable = False  # it is handed out again
     return jobs
 
