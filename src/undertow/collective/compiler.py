@@ -37,6 +37,7 @@ def compile_trace(
     slots: int = SLOTS,
     depth: int = DEPTH,
     packets: bool = False,
+    publish: bool = False,
     fuse: bool = True,
     check: bool = True,
 ) -> Schedule:
@@ -71,11 +72,11 @@ def compile_trace(
     operations = by_level(operations, memory.atoms)
     if target == "staged":
         # Within an iteration a flag means one message, so packets never use a slot twice.
-        operations, memory = stage(operations, memory, max(1, len(operations.kind)) if packets else slots)
+        operations, memory = stage(operations, memory, max(1, len(operations.kind)) if packets else slots, publish)
         operations = by_level(operations, memory.atoms)
     schedule = _schedule(
-        trace, contract, operations, memory, start_class, in_place, target == "staged", packets, instances, workers,
-        depth, fuse,
+        trace, contract, operations, memory, start_class, in_place, target == "staged", packets, publish, instances,
+        workers, depth, fuse,
     )  # fmt: skip
     if check:
         from .checker import check as check_schedule
@@ -93,6 +94,7 @@ def _schedule(
     in_place: bool,
     staged: bool,
     packets: bool,
+    publish: bool,
     instances: int,
     workers: int | None,
     depth: int,
@@ -184,6 +186,7 @@ def _schedule(
         semaphore_posts=numbered.posts,
         semaphore_of_start=numbered.sort == _OF_START,
         semaphore_of_packets=numbered.sort == _OF_PACKETS,
+        publishes=publish,
         codes=tuple(trace.codes),
         rows=rows[:, [COLUMNS.index("code"), COLUMNS.index("line")]],
     )

@@ -85,6 +85,21 @@ def levels(kinds, sources, destinations, counts, atoms):
 
 
 @_compiled
+def last_writes(kinds, sources, destinations, counts, atoms):
+    """Of each operation that moves something: the last one before it that wrote what it reads, -1 for none."""
+    writer = np.full(atoms, NOTHING, np.int64)
+    found = np.full(len(kinds), NOTHING, np.int64)
+    for one in range(len(kinds)):
+        if kinds[one] <= REDUCE:
+            for part in range(counts[one]):
+                found[one] = max(found[one], writer[sources[one] + part])
+        if kinds[one] != NEEDED:
+            for part in range(counts[one]):
+                writer[destinations[one] + part] = one
+    return found
+
+
+@_compiled
 def _same_range(wanted, count, head, following, place):
     """Whether a linked list of ranges (all of `count` atoms) holds `wanted`."""
     while head != NOTHING:

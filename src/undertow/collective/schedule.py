@@ -94,6 +94,7 @@ class Schedule:
     codes: tuple[CodeType, ...] = field(repr=False)
     rows: NDArray[np.int32] = field(repr=False)  # code and line of each operation
     worker_channel: Ints | None = None  # of each worker, where the format it was read from numbers channels
+    publishes: bool = False  # some staging is its sender's own, and receivers read it there
     keeps_input: bool = True  # False: a call that is not in place uses its input as scratch, as foreign ones may
 
     @property
