@@ -150,6 +150,42 @@ def _from_floats(address, values, count, kind):
             bits[index] = _float_to_half(values[index])
 
 
+@_compiled
+def _add_block(total, sources, addresses, byte, length):
+    """total = the sum of `length` elements of each source, in their order; `total` is apart from all of them or, if the
+    first source is the same memory, is that array itself: then the compiler sees that no lane reads another's store."""
+    one = carray(as_pointer(addresses[0] + byte), (length,), total.dtype)
+    two = carray(as_pointer(addresses[1] + byte), (length,), total.dtype)
+    begin = 2
+    if sources >= 4:  # three passes in one: what is summed is stored and loaded once
+        three = carray(as_pointer(addresses[2] + byte), (length,), total.dtype)
+        four = carray(as_pointer(addresses[3] + byte), (length,), total.dtype)
+        begin = 4
+        if total.ctypes.data == one.ctypes.data:
+            for index in range(length):
+                total[index] = total[index] + two[index] + three[index] + four[index]
+        else:
+            for index in range(length):
+                total[index] = one[index] + two[index] + three[index] + four[index]
+    elif total.ctypes.data == one.ctypes.data:
+        for index in range(length):
+            total[index] += two[index]
+    else:
+        for index in range(length):
+            total[index] = one[index] + two[index]
+    for source in range(begin, sources):
+        _accumulate(total, carray(as_pointer(addresses[source] + byte), (length,), total.dtype), length, SUM)
+
+
+@_compiled
+def _sums_in_its_place(sources, addresses):
+    """Whether the sum may be made where it is stored first: no source but the first may be that memory."""
+    for source in range(1, sources):
+        if addresses[source] == addresses[sources]:
+            return False
+    return True
+
+
 def _typed_sum(dtype: Any) -> Callable[..., Any]:
     """stores <- sources combined, for a type that is summed as it is.
 
@@ -159,25 +195,27 @@ def _typed_sum(dtype: Any) -> Callable[..., Any]:
     """
 
     def run(sources, end, addresses, count, operation):
-        total = np.empty(BLOCK, dtype)
+        aside = np.empty(BLOCK, dtype)
+        in_place = operation == SUM and _sums_in_its_place(sources, addresses)
         for begin in range(0, count, BLOCK):
             length = min(BLOCK, count - begin)
-            byte = begin * total.itemsize
-            one = carray(as_pointer(addresses[0] + byte), (length,), dtype)
-            two = carray(as_pointer(addresses[1] + byte), (length,), dtype)
+            byte = begin * aside.itemsize
+            total, stored = aside, sources
+            if in_place:
+                total, stored = carray(as_pointer(addresses[sources] + byte), (length,), dtype), sources + 1
             if operation == SUM:
-                for index in range(length):
-                    total[index] = one[index] + two[index]
+                _add_block(total, sources, addresses, byte, length)
             else:
+                one = carray(as_pointer(addresses[0] + byte), (length,), dtype)
                 for index in range(length):
                     total[index] = one[index]
-                _accumulate(total, two, length, operation)
-            for source in range(2, sources):
-                _accumulate(total, carray(as_pointer(addresses[source] + byte), (length,), dtype), length, operation)
-            for store in range(sources, end):
-                # Summed aside and then stored, as a store may be one of the sources.
+                for source in range(1, sources):
+                    part = carray(as_pointer(addresses[source] + byte), (length,), dtype)
+                    _accumulate(total, part, length, operation)
+            for store in range(stored, end):
+                # Where it was summed aside, that is because a store is one of the sources.
                 copy_bytes(np.uintp(addresses[store] + byte), np.uintp(total.ctypes.data), length * total.itemsize)
-        return len(total)  # used here, so that it lives until here: Numba does not see who holds an address
+        return len(aside)  # used here, so that it lives until here: Numba does not see who holds an address
 
     run.__name__ = run.__qualname__ = f"_sum_{np.dtype(dtype).name}"
     return _compiled(run)
