@@ -80,6 +80,28 @@ def test_packets(name: str) -> None:
             verify(trace, schedule, calls, instances, Machine(schedule, 96, LONGEST), runs=4)
 
 
+@pytest.mark.parametrize("name", LIBRARY)
+def test_published(name: str) -> None:
+    """What several ranks take lies once in staging, where they read it; slots and instances are few, and are not."""
+    every: tuple[dict[str, object], ...] = ({}, {"slots": 1, "depth": 1}, {"instances": 2, "workers": 2})
+    for number, options in enumerate(every):
+        trace = traced(name, 3 + number % 2)
+        for in_place in in_place_too(trace):
+            schedule = compiled(name, trace, in_place, target="staged", publish=True, **options)
+            calls = some_calls(trace.contract, in_place, number)
+            verify(trace, schedule, calls, number, Machine(schedule, 96, LONGEST), runs=4)
+
+
+def test_published_once() -> None:
+    """Of two-shot on four ranks: three parts at an owner, and its sum in one place instead of three."""
+    apart, once = (LIBRARY["two_shot"].compile(4, target="staged", publish=publish) for publish in (False, True))
+    assert apart.atoms[:, -1].tolist() == [6] * 4
+    assert once.atoms[:, -1].tolist() == [4] * 4
+    for options in OPTIONS[0], {"target": "staged", "packets": True}:
+        with pytest.raises(InvalidArgument, match="publish"):
+            LIBRARY["two_shot"].compile(4, publish=True, **options)
+
+
 @pytest.mark.parametrize("name", ["ring", "two_shot", "halving_doubling", "all_to_all_swap", "all_gather_doubling"])
 @pytest.mark.parametrize("target", ["direct", "staged"])
 def test_threads(name: str, target: str) -> None:

@@ -183,17 +183,16 @@ def stage(operations: Operations, memory: Memory, slots: int, publish: bool = Fa
     home = np.where(taken_once, receiver[opening], sender)
     key = (home * ranks + sender) * (channel.max(initial=0) + 1) + channel
     connections, connection = np.unique(key, return_inverse=True)
-    order = np.argsort(connection, kind="stable")
+    closing = np.zeros(len(opening), np.int64)
+    np.maximum.at(closing, message, np.arange(len(remote)))
     messages = np.bincount(connection, minlength=len(connections))
-    begins = np.cumsum(messages) - messages
-    ordinal = np.empty(len(opening), np.int64)
-    ordinal[order] = np.arange(len(opening)) - np.repeat(begins, messages)
+    slot, used = passes.slots_of(connection, opening, closing, np.cumsum(messages) - messages, slots)
     widest = np.zeros(len(connections), np.int64)
     np.maximum.at(widest, connection, operations.count[remote[opening]])
-    room = np.minimum(messages, slots) * widest
+    room = used * widest
     # Connections are sorted by where they end, so a rank's staging is one range of atoms.
     first = memory.atoms + np.cumsum(room) - room
-    staged_at = first[connection] + (ordinal % slots) * widest[connection]
+    staged_at = first[connection] + slot * widest[connection]
     size = np.zeros(ranks, np.int64)
     np.add.at(size, connections // (channel.max(initial=0) + 1) // ranks, room)
     grown = Memory(

@@ -3,7 +3,8 @@
 Two targets. *direct*: user buffers lie in symmetric memory, a copy is pushed by its source's rank, a reduction pulled
 by its destination's. *staged*: user buffers are private; whatever crosses ranks goes through slots of a staging buffer
 at the receiver (written by the sender, read by the receiver, used again after `slots` messages of the connection). It
-also is the form in which messages cross nodes. Both end in the same four verbs, and the same checker judges both.
+also is the form in which messages cross nodes. Where ranks share memory, what several of them take can be *published*:
+written once, into a slot at its sender that all of them read. Both end in the same four verbs, and the same checker judges both.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ def compile_trace(
     `in_place`: input and output are one memory. `instances`: workers of the whole program, each on its part of every
     chunk. `workers`: of a rank, at most; None for as many as channels and `parallel` ask for. `slots`: messages that a
     staged connection may hold. `depth`: iterations that may be under way before scratch is used again. `packets`:
-    staged data carries its own flags, for short messages.
+    staged data carries its own flags, for short messages. `publish`: what several ranks take is staged once, where they
+    read it; for ranks that share memory.
     """
     if target not in TARGETS:
         raise InvalidArgument(argument="target", was=repr(target), must=f"one of {', '.join(TARGETS)}")
@@ -56,6 +58,9 @@ def compile_trace(
             raise InvalidArgument(argument=name, was=value, must="at least 1")
     if packets and target != "staged":
         raise InvalidArgument(argument="packets", was=True, must="False for a direct target: nothing is staged there")
+    if publish and (packets or target != "staged"):
+        must = "False for a direct target, which stages nothing, and for packets, which are polled where they arrive"
+        raise InvalidArgument(argument="publish", was=True, must=must)
     if packets:
         # A packet proves its own arrival and nothing else: what it teaches of plain memory holds for the worker that
         # read it, so there is only one.
