@@ -4,7 +4,8 @@ Two targets. *direct*: user buffers lie in symmetric memory, a copy is pushed by
 by its destination's. *staged*: user buffers are private; whatever crosses ranks goes through slots of a staging buffer
 at the receiver (written by the sender, read by the receiver, used again after `slots` messages of the connection). It
 also is the form in which messages cross nodes. Where ranks share memory, what several of them take can be *published*:
-written once, into a slot at its sender that all of them read. Both end in the same four verbs, and the same checker judges both.
+written once, into a slot at its sender that all of them read. Both targets end in the same four verbs, and the same
+checker judges both.
 """
 
 from __future__ import annotations

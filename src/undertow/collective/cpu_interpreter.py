@@ -50,7 +50,7 @@ from .bind import (
 from .cpu_packets import pack, unpack
 from .schedule import END, MOVE, NEEDED, READY
 
-DONE, SLICE_OVER, ABORTED = 0, 1, 2
+DONE, SLICE_OVER, ABORTED, NOT_BEGUN = 0, 1, 2, 3
 FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64, UINT8, INT8, INT16 = range(9)
 SUM, MAX, MIN = range(3)
 WORD = 128  # bytes between two semaphores
@@ -177,15 +177,6 @@ def _add_block(total, sources, addresses, byte, length):
         _accumulate(total, carray(as_pointer(addresses[source] + byte), (length,), total.dtype), length, SUM)
 
 
-@_compiled
-def _sums_in_its_place(sources, addresses):
-    """Whether the sum may be made where it is stored first: no source but the first may be that memory."""
-    for source in range(1, sources):
-        if addresses[source] == addresses[sources]:
-            return False
-    return True
-
-
 def _typed_sum(dtype: Any) -> Callable[..., Any]:
     """stores <- sources combined, for a type that is summed as it is.
 
@@ -196,7 +187,9 @@ def _typed_sum(dtype: Any) -> Callable[..., Any]:
 
     def run(sources, end, addresses, count, operation):
         aside = np.empty(BLOCK, dtype)
-        in_place = operation == SUM and _sums_in_its_place(sources, addresses)
+        in_place = operation == SUM  # where it is stored first, unless another source than the first is there
+        for source in range(1, sources):
+            in_place = in_place and addresses[source] != addresses[sources]
         for begin in range(0, count, BLOCK):
             length = min(BLOCK, count - begin)
             byte = begin * aside.itemsize
@@ -464,8 +457,13 @@ _end_record = flight_writer.end
 
 @_compiled
 def perform(frame, source, out, number):
-    """A whole call with its flight record: for short messages, whose bytes cost less than Python's arguments do."""
+    """A whole call with its flight record: for short messages, whose bytes cost less than Python's arguments do.
+
+    NOT_BEGUN: the group had failed before.
+    """
     words = carray(as_pointer(frame), (FRAME,), np.int64)
+    if load_acquire(np.uintp(words[ABORT_AT])) != 0:
+        return NOT_BEGUN
     words[TICKET] = _begin_record(words[RING_AT], words[TEXT_AT], words[TEXT_LENGTH], number)
     bases = carray(as_pointer(words[BASES_AT]), (words[BASES_LENGTH],), np.int64)
     bases[MY_INPUT], bases[MY_OUTPUT] = source, out
@@ -478,3 +476,10 @@ def perform(frame, source, out, number):
     if status == DONE:
         _end_record(words[RING_AT], words[TICKET], False)
     return status
+
+
+def compiled_perform() -> Callable[[int, int, int, int], int]:
+    """`perform` itself: Numba's dispatcher would look at the types of all arguments again at every call."""
+    signature = (types.int64,) * 4
+    perform.compile(signature)  # type: ignore[attr-defined]
+    return perform.overloads[signature].entry_point  # type: ignore[attr-defined, no-any-return]

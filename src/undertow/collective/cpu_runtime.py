@@ -231,7 +231,7 @@ class Whole:
 class Prepared:
     """See `CpuExecutable.prepare`. The caller holds the group's lock and has checked the tensors."""
 
-    __slots__ = ("_executable", "_keep", "_words", "bound", "frame")
+    __slots__ = ("_executable", "_keep", "_words", "bound", "frame", "perform")
 
     def __init__(self, executable: CpuExecutable, bound: Bound, text: Text) -> None:
         words = np.zeros(interpreter.FRAME, np.int64)
@@ -243,7 +243,7 @@ class Prepared:
         ring = FlightRing.mine().address
         words[interpreter.RING_AT : interpreter.TICKET] = ring, text.address, text.length
         self._executable, self.bound, self._words, self._keep = executable, bound, words, (arrays, text)
-        self.frame = int(words.ctypes.data)
+        self.frame, self.perform = int(words.ctypes.data), interpreter.compiled_perform()
 
     def whole(self) -> Whole:
         """As `CpuExecutable.whole`."""

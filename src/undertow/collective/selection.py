@@ -42,10 +42,17 @@ _PROGRAMS = {
 }
 # One program won at every size on two and four ranks. What differs is the staged tile: with a core each, larger ones
 # pay (fewer meetings, and lines that have left the other core's cache); with more ranks than cores, all must fit.
+# There one tile of twice the size is better than two in turn once a call has many: half the meetings, each a change of
+# process, in the same memory.
 CPU: dict[str, tuple[Choice, ...]] = {
     name: (Choice(inf, program, ranks=2, stride=256 << 10), Choice(inf, program, stride=128 << 10))
     for name, program in _PROGRAMS.items()
 }
+CPU["all_reduce"] = (
+    CPU["all_reduce"][0],
+    Choice(512 << 10, "two_shot", stride=128 << 10),
+    Choice(inf, "two_shot", stride=256 << 10, depth=1),
+)
 # On a GPU: packets while latency is all there is, then the direct programs, on as many CTAs as it takes to keep the
 # memory busy (a rank with fewer multiprocessors takes all it has). Packets of more than 8 ranks do not fit the kernel.
 # From a sweep over CTAs, warps and loads in flight, all_reduce of symmetric buffers on 4 ranks of a virtual node (one
