@@ -31,6 +31,15 @@ def test_a_strided_output_of_a_call_that_failed_is_poison() -> None:
     assert ut.launch(targets.interrupted_into_strided_outputs, 2, device="cpu") == [[True, True]] * 2
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_reduce_around_the_sizes_where_the_program_changes(ranks: int) -> None:
+    assert ut.launch(targets.sizes_of_all_reduce, ranks, device="cpu") == [[]] * ranks
+
+
+def test_a_repeated_call_after_a_failure_says_so() -> None:
+    assert ut.launch(targets.repeated_after_a_failure, 1, device="cpu") == [[True] * 3]
+
+
 def test_refusals_name_the_argument() -> None:
     for said in ut.launch(targets.refusals, 2, device="cpu"):
         assert said == [
