@@ -10,6 +10,7 @@ import pytest
 from in_process import DTYPES, Call, Machine, Signal, Stalled, lengths_of, verify
 
 from undertow.collective import cpu_interpreter as interpreter
+from undertow.collective import cpu_sums as sums
 from undertow.collective.algorithms import LIBRARY, OUT_OF_PLACE_ONLY
 from undertow.collective.bind import bind
 from undertow.collective.contract import Contract, custom
@@ -218,7 +219,7 @@ def test_a_budget_is_kept_where_a_worker_ends() -> None:
             c.rank(0).input[chunk].copy(c.rank(0).output[chunk], channel=chunk)
 
     schedule = apart.compile(target="direct")
-    bound = bind(schedule, 0, [8], 64, 4, interpreter.INT32, interpreter.SUM)
+    bound = bind(schedule, 0, [8], 64, 4, sums.INT32, sums.SUM)
     given, out, words = np.arange(1, 9, dtype=np.int32), np.zeros(8, np.int32), np.zeros(64, np.int64)
     bases = np.array([given.ctypes.data, out.ctypes.data, 0, given.ctypes.data, out.ctypes.data])
     state = np.zeros(interpreter.STATE_HEADER + 2 * interpreter.STATE_ROW, np.int64)

@@ -116,7 +116,7 @@ def test_calls_made_again(ranks: int) -> None:
 
 def test_compiled_sums_have_names_of_their_own() -> None:
     """Processes that fill an empty cache together number functions alike: only a name tells two sums apart there."""
-    from undertow.collective import cpu_interpreter as module
+    from undertow.collective import cpu_sums as module
 
     types = ("float32", "float64", "int32", "int64", "uint8", "int8", "int16")
     names = {getattr(module, f"_sum_{one}").py_func.__qualname__ for one in types}
