@@ -167,6 +167,7 @@ def measure(comm: Any, mpi: Any, case: Case, seconds: float, blocks: int) -> lis
         workload.fill()
         comm.Barrier()
         taken = time_block(call, case.calls)
+        comm.Barrier()  # whoever is done first must not check on the core of one who is not
         workload.check("mpi")
         slowest, elapsed = (comm.allreduce(value, mpi.MAX) for value in (taken, time.monotonic() - begin))
         if block >= 0:

@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from undertow.collective import cpu_interpreter as interpreter
+from undertow.collective import cpu_sums as sums
 from undertow.collective.bind import (
     FIRST_WORKSPACE,
     INSTANCES,
@@ -52,10 +53,10 @@ Ints = NDArray[np.int64]
 Bytes = NDArray[np.uint8]
 
 DTYPES: dict[str, tuple[Any, int]] = {
-    "float32": (np.float32, interpreter.FLOAT32), "int32": (np.int32, interpreter.INT32),
-    "bfloat16": (None, interpreter.BFLOAT16), "float64": (np.float64, interpreter.FLOAT64),
-    "float16": (np.float16, interpreter.FLOAT16), "int64": (np.int64, interpreter.INT64),
-    "uint8": (np.uint8, interpreter.UINT8), "int8": (np.int8, interpreter.INT8), "int16": (np.int16, interpreter.INT16),
+    "float32": (np.float32, sums.FLOAT32), "int32": (np.int32, sums.INT32),
+    "bfloat16": (None, sums.BFLOAT16), "float64": (np.float64, sums.FLOAT64),
+    "float16": (np.float16, sums.FLOAT16), "int64": (np.int64, sums.INT64),
+    "uint8": (np.uint8, sums.UINT8), "int8": (np.int8, sums.INT8), "int16": (np.int16, sums.INT16),
 }  # fmt: skip
 
 
@@ -210,7 +211,7 @@ class Machine:
         found = self._bound.get((call, rank))
         if found is None:
             code, size = DTYPES[call.dtype][1], item_size(call.dtype)
-            found = bind(self.schedule, rank, call.spans, self.stride, size, code, interpreter.SUM, call.tile)
+            found = bind(self.schedule, rank, call.spans, self.stride, size, code, sums.SUM, call.tile)
             self._bound[call, rank] = found
         return found
 

@@ -14,7 +14,7 @@ import undertow as ut
 from undertow import collective as co
 from undertow.collective.cpu_runtime import CpuExecutable
 from undertow.collective.language import Trace
-from undertow.errors import UndertowError
+from undertow.errors import RankLost, UndertowError
 from undertow.fabric import timeline
 from undertow.fabric.atomics import load, signal_add
 
@@ -163,6 +163,37 @@ def interrupted_into_strided_outputs() -> list[bool]:
     finally:
         CpuExecutable.run = run  # type: ignore[method-assign]
     return [bool(one.isnan().all()) for one in outs]
+
+
+def sizes_of_all_reduce() -> list[int]:
+    """Sizes around those at which another program or another staging is taken, in the same order on all ranks, several
+    calls of each: what is wrong."""
+    group = ut.init()
+    bounds = (4 << 10, 16 << 10, 96 << 10, 192 << 10, 512 << 10)
+    sizes = [bound // 4 + step for bound in bounds for step in (-1, 0, 1)]
+    wrong = []
+    for count in [*sizes, *reversed(sizes)]:
+        for _ in range(20 if count < 10_000 else 6):
+            mine = data(group.rank, count, torch.float32)
+            co.all_reduce(mine)
+            if not mine.equal(reduced(group.size, count, torch.float32, "sum")):
+                wrong.append(count)
+    return wrong
+
+
+def repeated_after_a_failure() -> list[object]:
+    """What a call that was made before says once the group has failed, and whether it left its tensor alone."""
+    group = ut.init()
+    mine = torch.zeros(64)
+    for _ in range(3):
+        co.all_reduce(mine)
+    calls = group.calls
+    group.fail(RankLost(rank=group.rank, group=group.name, reason="it was told to"))
+    try:
+        co.all_reduce(mine)
+    except RankLost as error:
+        return ["told to" in str(error), bool((mine == 0).all()), group.calls - calls <= 1]
+    return ["nothing was raised"]
 
 
 def refusals() -> list[str]:

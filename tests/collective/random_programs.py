@@ -397,6 +397,7 @@ def random_options(dice: random.Random, target: str) -> dict[str, object]:
     if target == "staged":
         found["slots"] = dice.choice([1, 1, 2, 3, 8])
         found["packets"] = dice.random() < 0.25
+        found["publish"] = not found["packets"] and dice.random() < 0.4
     return found
 
 

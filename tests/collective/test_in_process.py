@@ -10,6 +10,7 @@ import pytest
 from in_process import DTYPES, Call, Machine, Signal, Stalled, lengths_of, verify
 
 from undertow.collective import cpu_interpreter as interpreter
+from undertow.collective import cpu_sums as sums
 from undertow.collective.algorithms import LIBRARY, OUT_OF_PLACE_ONLY
 from undertow.collective.bind import bind
 from undertow.collective.contract import Contract, custom
@@ -78,6 +79,28 @@ def test_packets(name: str) -> None:
             schedule = compiled(name, trace, in_place, target="staged", packets=True, instances=instances)
             calls = some_calls(trace.contract, in_place, instances)
             verify(trace, schedule, calls, instances, Machine(schedule, 96, LONGEST), runs=4)
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_published(name: str) -> None:
+    """What several ranks take lies once in staging, where they read it; slots and instances are few, and are not."""
+    every: tuple[dict[str, object], ...] = ({}, {"slots": 1, "depth": 1}, {"instances": 2, "workers": 2})
+    for number, options in enumerate(every):
+        trace = traced(name, 3 + number % 2)
+        for in_place in in_place_too(trace):
+            schedule = compiled(name, trace, in_place, target="staged", publish=True, **options)
+            calls = some_calls(trace.contract, in_place, number)
+            verify(trace, schedule, calls, number, Machine(schedule, 96, LONGEST), runs=4)
+
+
+def test_published_once() -> None:
+    """Of two-shot on four ranks: three parts at an owner, and its sum in one place instead of three."""
+    apart, once = (LIBRARY["two_shot"].compile(4, target="staged", publish=publish) for publish in (False, True))
+    assert apart.atoms[:, -1].tolist() == [6] * 4
+    assert once.atoms[:, -1].tolist() == [4] * 4
+    for options in OPTIONS[0], {"target": "staged", "packets": True}:
+        with pytest.raises(InvalidArgument, match="publish"):
+            LIBRARY["two_shot"].compile(4, publish=True, **options)
 
 
 @pytest.mark.parametrize("name", ["ring", "two_shot", "halving_doubling", "all_to_all_swap", "all_gather_doubling"])
@@ -196,7 +219,7 @@ def test_a_budget_is_kept_where_a_worker_ends() -> None:
             c.rank(0).input[chunk].copy(c.rank(0).output[chunk], channel=chunk)
 
     schedule = apart.compile(target="direct")
-    bound = bind(schedule, 0, [8], 64, 4, interpreter.INT32, interpreter.SUM)
+    bound = bind(schedule, 0, [8], 64, 4, sums.INT32, sums.SUM)
     given, out, words = np.arange(1, 9, dtype=np.int32), np.zeros(8, np.int32), np.zeros(64, np.int64)
     bases = np.array([given.ctypes.data, out.ctypes.data, 0, given.ctypes.data, out.ctypes.data])
     state = np.zeros(interpreter.STATE_HEADER + 2 * interpreter.STATE_ROW, np.int64)

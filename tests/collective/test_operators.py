@@ -31,6 +31,15 @@ def test_a_strided_output_of_a_call_that_failed_is_poison() -> None:
     assert ut.launch(targets.interrupted_into_strided_outputs, 2, device="cpu") == [[True, True]] * 2
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_reduce_around_the_sizes_where_the_program_changes(ranks: int) -> None:
+    assert ut.launch(targets.sizes_of_all_reduce, ranks, device="cpu") == [[]] * ranks
+
+
+def test_a_repeated_call_after_a_failure_says_so() -> None:
+    assert ut.launch(targets.repeated_after_a_failure, 1, device="cpu") == [[True] * 3]
+
+
 def test_refusals_name_the_argument() -> None:
     for said in ut.launch(targets.refusals, 2, device="cpu"):
         assert said == [
@@ -107,7 +116,7 @@ def test_calls_made_again(ranks: int) -> None:
 
 def test_compiled_sums_have_names_of_their_own() -> None:
     """Processes that fill an empty cache together number functions alike: only a name tells two sums apart there."""
-    from undertow.collective import cpu_interpreter as module
+    from undertow.collective import cpu_sums as module
 
     types = ("float32", "float64", "int32", "int64", "uint8", "int8", "int16")
     names = {getattr(module, f"_sum_{one}").py_func.__qualname__ for one in types}

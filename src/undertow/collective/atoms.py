@@ -158,31 +158,43 @@ def by_level(operations: Operations, atoms: int) -> Operations:
     return operations.take(np.argsort(level, kind="stable"))
 
 
-def stage(operations: Operations, memory: Memory, slots: int) -> tuple[Operations, Memory]:
-    """Every operation between ranks becomes a push into a slot at the receiver and a local operation from it."""
+def stage(operations: Operations, memory: Memory, slots: int, publish: bool = False) -> tuple[Operations, Memory]:
+    """Every operation between ranks becomes a push into a slot at the receiver and a local operation from it.
+
+    `publish`: what several ranks take as it is goes into one slot at its sender instead, and each of them reads there.
+    """
     rank_of = memory.rank_of()
     moves = operations.kind <= REDUCE
     source_rank = np.where(moves, rank_of[np.where(moves, operations.source, 0)], operations.executor)
     to_rank = rank_of[operations.to]
     remote = np.flatnonzero(moves & (source_rank != to_rank))
     ranks = len(memory.first)
+    sender, receiver = source_rank[remote].astype(np.int64), to_rank[remote].astype(np.int64)
     channel = np.maximum(operations.channel[remote], 0).astype(np.int64)
-    key = (to_rank[remote].astype(np.int64) * ranks + source_rank[remote]) * (channel.max(initial=0) + 1) + channel
+    message, opening = np.arange(len(remote)), np.arange(len(remote))  # of each operation, and the first of each
+    if publish:
+        written = passes.last_writes(operations.kind, operations.source, operations.to, operations.count, memory.atoms)
+        what = np.column_stack([operations.source[remote], operations.count[remote], channel, written[remote]])
+        _, opening, message = np.unique(what, axis=0, return_index=True, return_inverse=True)
+        order = np.argsort(opening)  # messages of a connection come in the order of the program
+        message, opening = np.argsort(order)[message.ravel()], opening[order]
+    taken_once = np.bincount(message, minlength=len(opening)) == 1
+    sender, channel = sender[opening], channel[opening]
+    home = np.where(taken_once, receiver[opening], sender)
+    key = (home * ranks + sender) * (channel.max(initial=0) + 1) + channel
     connections, connection = np.unique(key, return_inverse=True)
-    order = np.argsort(connection, kind="stable")
+    closing = np.zeros(len(opening), np.int64)
+    np.maximum.at(closing, message, np.arange(len(remote)))
     messages = np.bincount(connection, minlength=len(connections))
-    begins = np.cumsum(messages) - messages
-    ordinal = np.empty(len(remote), np.int64)
-    ordinal[order] = np.arange(len(remote)) - np.repeat(begins, messages)
+    slot, used = passes.slots_of(connection, opening, closing, np.cumsum(messages) - messages, slots)
     widest = np.zeros(len(connections), np.int64)
-    np.maximum.at(widest, connection, operations.count[remote])
-    room = np.minimum(messages, slots) * widest
-    receiver = connections // (channel.max(initial=0) + 1) // ranks
-    # Connections are sorted by receiver, so a rank's staging is one range of atoms.
+    np.maximum.at(widest, connection, operations.count[remote[opening]])
+    room = used * widest
+    # Connections are sorted by where they end, so a rank's staging is one range of atoms.
     first = memory.atoms + np.cumsum(room) - room
-    staged_at = first[connection] + (ordinal % slots) * widest[connection]
+    staged_at = first[connection] + slot * widest[connection]
     size = np.zeros(ranks, np.int64)
-    np.add.at(size, receiver, room)
+    np.add.at(size, connections // (channel.max(initial=0) + 1) // ranks, room)
     grown = Memory(
         np.column_stack([memory.first, memory.atoms + np.cumsum(size) - size]).astype(np.int32),
         np.column_stack([memory.size, size]).astype(np.int32),
@@ -191,10 +203,10 @@ def stage(operations: Operations, memory: Memory, slots: int) -> tuple[Operation
         memory.atoms + int(size.sum()),
     )
     repeat = np.ones(len(operations.kind), np.int64)
-    repeat[remote] = 2
+    repeat[remote[opening]] = 2
     at = np.cumsum(repeat) - repeat
     made = operations.take(np.repeat(np.arange(len(repeat)), repeat))
-    push, pull = at[remote], at[remote] + 1
-    made.kind[push], made.to[push], made.executor[push] = COPY, staged_at, source_rank[remote]
-    made.source[pull], made.executor[pull] = staged_at, to_rank[remote]
+    push, pull = at[remote[opening]], at[remote] + repeat[remote] - 1
+    made.kind[push], made.to[push], made.executor[push] = COPY, staged_at, sender
+    made.source[pull], made.executor[pull] = staged_at[message], to_rank[remote]
     return made, grown

@@ -147,7 +147,8 @@ def _check_bounds(schedule: Schedule) -> None:
             _raise(schedule, int(rows[at]), "a range leaves its buffer", [int(owner[at])])
         remote = schedule.atom_rank[atom] != rank[owner]
         if schedule.staged:
-            bad = remote & ((schedule.atom_buffer[atom] < len(schedule.buffers) - 1) | (not stores))
+            staging = schedule.atom_buffer[atom] == len(schedule.buffers) - 1
+            bad = remote & ~(staging & (stores or schedule.publishes))
             if bad.any():
                 at = int(np.flatnonzero(bad)[0])
                 reason = f"rank {rank[owner[at]]} cannot reach {schedule.chunk_name(int(atom[at]))}"

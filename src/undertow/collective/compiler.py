@@ -3,7 +3,9 @@
 Two targets. *direct*: user buffers lie in symmetric memory, a copy is pushed by its source's rank, a reduction pulled
 by its destination's. *staged*: user buffers are private; whatever crosses ranks goes through slots of a staging buffer
 at the receiver (written by the sender, read by the receiver, used again after `slots` messages of the connection). It
-also is the form in which messages cross nodes. Both end in the same four verbs, and the same checker judges both.
+also is the form in which messages cross nodes. Where ranks share memory, what several of them take can be *published*:
+written once, into a slot at its sender that all of them read. Both targets end in the same four verbs, and the same
+checker judges both.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ def compile_trace(
     slots: int = SLOTS,
     depth: int = DEPTH,
     packets: bool = False,
+    publish: bool = False,
     fuse: bool = True,
     check: bool = True,
 ) -> Schedule:
@@ -45,7 +48,8 @@ def compile_trace(
     `in_place`: input and output are one memory. `instances`: workers of the whole program, each on its part of every
     chunk. `workers`: of a rank, at most; None for as many as channels and `parallel` ask for. `slots`: messages that a
     staged connection may hold. `depth`: iterations that may be under way before scratch is used again. `packets`:
-    staged data carries its own flags, for short messages.
+    staged data carries its own flags, for short messages. `publish`: what several ranks take is staged once, where they
+    read it; for ranks that share memory.
     """
     if target not in TARGETS:
         raise InvalidArgument(argument="target", was=repr(target), must=f"one of {', '.join(TARGETS)}")
@@ -55,6 +59,9 @@ def compile_trace(
             raise InvalidArgument(argument=name, was=value, must="at least 1")
     if packets and target != "staged":
         raise InvalidArgument(argument="packets", was=True, must="False for a direct target: nothing is staged there")
+    if publish and (packets or target != "staged"):
+        must = "False for a direct target, which stages nothing, and for packets, which are polled where they arrive"
+        raise InvalidArgument(argument="publish", was=True, must=must)
     if packets:
         # A packet proves its own arrival and nothing else: what it teaches of plain memory holds for the worker that
         # read it, so there is only one.
@@ -71,11 +78,11 @@ def compile_trace(
     operations = by_level(operations, memory.atoms)
     if target == "staged":
         # Within an iteration a flag means one message, so packets never use a slot twice.
-        operations, memory = stage(operations, memory, max(1, len(operations.kind)) if packets else slots)
+        operations, memory = stage(operations, memory, max(1, len(operations.kind)) if packets else slots, publish)
         operations = by_level(operations, memory.atoms)
     schedule = _schedule(
-        trace, contract, operations, memory, start_class, in_place, target == "staged", packets, instances, workers,
-        depth, fuse,
+        trace, contract, operations, memory, start_class, in_place, target == "staged", packets, publish, instances,
+        workers, depth, fuse,
     )  # fmt: skip
     if check:
         from .checker import check as check_schedule
@@ -93,6 +100,7 @@ def _schedule(
     in_place: bool,
     staged: bool,
     packets: bool,
+    publish: bool,
     instances: int,
     workers: int | None,
     depth: int,
@@ -184,6 +192,7 @@ def _schedule(
         semaphore_posts=numbered.posts,
         semaphore_of_start=numbered.sort == _OF_START,
         semaphore_of_packets=numbered.sort == _OF_PACKETS,
+        publishes=publish,
         codes=tuple(trace.codes),
         rows=rows[:, [COLUMNS.index("code"), COLUMNS.index("line")]],
     )

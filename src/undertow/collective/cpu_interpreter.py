@@ -12,12 +12,10 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba import carray, types
-from numba.extending import intrinsic
 
 from ..fabric import flight_writer
-from ..fabric.atomics import add_release, copy_bytes, load_acquire, relax
+from ..fabric.atomics import add_release, load_acquire, relax
 from ..fabric.flight_writer import as_pointer
 from .bind import (
     DEPTH,
@@ -48,13 +46,11 @@ from .bind import (
     WORKERS,
 )
 from .cpu_packets import pack, unpack
+from .cpu_sums import combine
 from .schedule import END, MOVE, NEEDED, READY
 
-DONE, SLICE_OVER, ABORTED = 0, 1, 2
-FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT32, INT64, UINT8, INT8, INT16 = range(9)
-SUM, MAX, MIN = range(3)
+DONE, SLICE_OVER, ABORTED, NOT_BEGUN = 0, 1, 2, 3
 WORD = 128  # bytes between two semaphores
-BLOCK = 2048  # elements summed before they are stored: stays in the first-level cache
 STATE_ROW = 4  # instruction (-1: over), iteration, waits and pieces of it that are over
 # First words of the state: iterations and calls before this one, and the address of a log (0: none).
 PAST_ITERATIONS, PAST_CALLS, LOG, STATE_HEADER = 0, 1, 2, 3
@@ -72,163 +68,6 @@ _CLOCK_MONOTONIC = 1  # the clock of `time.perf_counter_ns`, which all processes
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)  # type: ignore[no-any-return]
-
-
-@intrinsic
-def _half_to_float(typing_context: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), generate
-
-
-@intrinsic
-def _float_to_half(typing_context: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), generate
-
-
-@intrinsic
-def _float_bits(typing_context: Any, value: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(values[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
-
-
-@intrinsic
-def _bits_float(typing_context: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.bitcast(values[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-@_compiled
-def _accumulate(total, part, count, operation):
-    if operation == MAX:
-        for index in range(count):
-            value = part[index]
-            if value > total[index] or value != value:  # NaN stays, as in torch
-                total[index] = value
-    elif operation == MIN:
-        for index in range(count):
-            value = part[index]
-            if value < total[index] or value != value:
-                total[index] = value
-    else:
-        for index in range(count):
-            total[index] += part[index]
-
-
-@_compiled
-def _as_floats(out, address, count, kind):
-    """16-bit numbers as fp32: sums are made there and rounded once."""
-    bits = carray(as_pointer(address), (count,), np.uint16)
-    if kind == BFLOAT16:
-        for index in range(count):
-            out[index] = _bits_float(np.uint32(bits[index]) << np.uint32(16))
-    else:
-        for index in range(count):
-            out[index] = _half_to_float(bits[index])
-
-
-@_compiled
-def _from_floats(address, values, count, kind):
-    """Round to nearest, ties to even."""
-    bits = carray(as_pointer(address), (count,), np.uint16)
-    if kind == BFLOAT16:
-        for index in range(count):
-            value = _float_bits(values[index])
-            rounded = (value + np.uint32(0x7FFF) + ((value >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            quiet = (value >> np.uint32(16)) | np.uint32(0x40)  # NaN stays NaN
-            bits[index] = np.uint16(rounded if (value & np.uint32(0x7FFFFFFF)) <= np.uint32(0x7F800000) else quiet)
-    else:
-        for index in range(count):
-            bits[index] = _float_to_half(values[index])
-
-
-def _typed_sum(dtype: Any) -> Callable[..., Any]:
-    """stores <- sources combined, for a type that is summed as it is.
-
-    Each has a name of its own. Numba tells symbols of one name apart by a number that every process counts for itself,
-    so of several ranks that fill an empty cache together, two could keep sums of two types under one symbol: whoever
-    links both would sum one type as the other, at every start from then on.
-    """
-
-    def run(sources, end, addresses, count, operation):
-        total = np.empty(BLOCK, dtype)
-        for begin in range(0, count, BLOCK):
-            length = min(BLOCK, count - begin)
-            byte = begin * total.itemsize
-            one = carray(as_pointer(addresses[0] + byte), (length,), dtype)
-            two = carray(as_pointer(addresses[1] + byte), (length,), dtype)
-            if operation == SUM:
-                for index in range(length):
-                    total[index] = one[index] + two[index]
-            else:
-                for index in range(length):
-                    total[index] = one[index]
-                _accumulate(total, two, length, operation)
-            for source in range(2, sources):
-                _accumulate(total, carray(as_pointer(addresses[source] + byte), (length,), dtype), length, operation)
-            for store in range(sources, end):
-                # Summed aside and then stored, as a store may be one of the sources.
-                copy_bytes(np.uintp(addresses[store] + byte), np.uintp(total.ctypes.data), length * total.itemsize)
-        return len(total)  # used here, so that it lives until here: Numba does not see who holds an address
-
-    run.__name__ = run.__qualname__ = f"_sum_{np.dtype(dtype).name}"
-    return _compiled(run)
-
-
-_sum_float32 = _typed_sum(np.float32)
-_sum_float64 = _typed_sum(np.float64)
-_sum_int32 = _typed_sum(np.int32)
-_sum_int64 = _typed_sum(np.int64)
-_sum_uint8 = _typed_sum(np.uint8)
-_sum_int8 = _typed_sum(np.int8)
-_sum_int16 = _typed_sum(np.int16)
-
-
-@_compiled
-def _sum_halves(sources, end, addresses, count, operation, kind):
-    total, part = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
-    for begin in range(0, count, BLOCK):
-        length = min(BLOCK, count - begin)
-        byte = begin * 2
-        _as_floats(total, addresses[0] + byte, length, kind)
-        for source in range(1, sources):
-            _as_floats(part, addresses[source] + byte, length, kind)
-            _accumulate(total, part, length, operation)
-        for store in range(sources, end):
-            _from_floats(addresses[store] + byte, total, length, kind)
-
-
-@_compiled
-def _combine(sources, end, addresses, count, size, kind, operation):
-    """addresses[sources:end] <- the combination of addresses[:sources]."""
-    if sources == 1:
-        for store in range(1, end):
-            if addresses[store] != addresses[0]:
-                copy_bytes(np.uintp(addresses[store]), np.uintp(addresses[0]), count * size)
-    elif kind == FLOAT32:
-        _sum_float32(sources, end, addresses, count, operation)
-    elif kind == FLOAT64:
-        _sum_float64(sources, end, addresses, count, operation)
-    elif kind == INT32:
-        _sum_int32(sources, end, addresses, count, operation)
-    elif kind == INT64:
-        _sum_int64(sources, end, addresses, count, operation)
-    elif kind == UINT8:
-        _sum_uint8(sources, end, addresses, count, operation)
-    elif kind == INT8:
-        _sum_int8(sources, end, addresses, count, operation)
-    elif kind == INT16:
-        _sum_int16(sources, end, addresses, count, operation)
-    else:
-        _sum_halves(sources, end, addresses, count, operation, kind)
 
 
 @_compiled
@@ -252,7 +91,7 @@ def _move(code, piece, bases, tile_index, past, instance, addresses):
             offset += parity * code[SCRATCH] + instance * code[SLICE]
             addresses[index] = bases[code[operand]] + offset * size * (1 + code[PACKETS])
     if code[PACKETS] == 0:
-        _combine(sources, end, addresses, count, size, code[TYPE], code[OPERATION])
+        combine(sources, end, addresses, count, size, code[TYPE], code[OPERATION])
         return True
     epoch = past + tile_index + 1
     room = np.empty(max(8, (sources + 1) * count * size), np.uint8)
@@ -264,7 +103,7 @@ def _move(code, piece, bases, tile_index, past, instance, addresses):
             if index < sources and not unpack(aside[index], addresses[index], count * size, epoch):
                 return False
     if count > 0:
-        _combine(sources, end, aside, count, size, code[TYPE], code[OPERATION])
+        combine(sources, end, aside, count, size, code[TYPE], code[OPERATION])
     for index in range(sources, end):
         if aside[index] != addresses[index]:
             pack(addresses[index], aside[index], count * size, epoch)
@@ -426,8 +265,13 @@ _end_record = flight_writer.end
 
 @_compiled
 def perform(frame, source, out, number):
-    """A whole call with its flight record: for short messages, whose bytes cost less than Python's arguments do."""
+    """A whole call with its flight record: for short messages, whose bytes cost less than Python's arguments do.
+
+    NOT_BEGUN: the group had failed before.
+    """
     words = carray(as_pointer(frame), (FRAME,), np.int64)
+    if load_acquire(np.uintp(words[ABORT_AT])) != 0:
+        return NOT_BEGUN
     words[TICKET] = _begin_record(words[RING_AT], words[TEXT_AT], words[TEXT_LENGTH], number)
     bases = carray(as_pointer(words[BASES_AT]), (words[BASES_LENGTH],), np.int64)
     bases[MY_INPUT], bases[MY_OUTPUT] = source, out
@@ -440,3 +284,10 @@ def perform(frame, source, out, number):
     if status == DONE:
         _end_record(words[RING_AT], words[TICKET], False)
     return status
+
+
+def compiled_perform() -> Callable[[int, int, int, int], int]:
+    """`perform` itself: Numba's dispatcher would look at the types of all arguments again at every call."""
+    signature = (types.int64,) * 4
+    perform.compile(signature)  # type: ignore[attr-defined]
+    return perform.overloads[signature].entry_point  # type: ignore[attr-defined, no-any-return]

@@ -16,6 +16,7 @@ from ..fabric import timeline
 from ..fabric.base import SymmetricBuffer
 from ..fabric.flight import FlightRing
 from . import cpu_interpreter as interpreter
+from . import cpu_sums as sums
 from .bind import (
     FIRST_WORKSPACE,
     MY_INPUT,
@@ -35,11 +36,11 @@ if TYPE_CHECKING:
 
 STRIDE = 128 << 10  # bytes of a staged chunk: what a few ranks stage stays in the second-level caches
 TYPES = {
-    torch.float32: interpreter.FLOAT32, torch.float64: interpreter.FLOAT64, torch.float16: interpreter.FLOAT16,
-    torch.bfloat16: interpreter.BFLOAT16, torch.int32: interpreter.INT32, torch.int64: interpreter.INT64,
-    torch.uint8: interpreter.UINT8, torch.int8: interpreter.INT8, torch.int16: interpreter.INT16,
+    torch.float32: sums.FLOAT32, torch.float64: sums.FLOAT64, torch.float16: sums.FLOAT16,
+    torch.bfloat16: sums.BFLOAT16, torch.int32: sums.INT32, torch.int64: sums.INT64,
+    torch.uint8: sums.UINT8, torch.int8: sums.INT8, torch.int16: sums.INT16,
 }  # fmt: skip
-OPERATIONS = {"sum": interpreter.SUM, "max": interpreter.MAX, "min": interpreter.MIN, "avg": interpreter.SUM}
+OPERATIONS = {"sum": sums.SUM, "max": sums.MAX, "min": sums.MIN, "avg": sums.SUM}
 _SPINS_ALONE, _SPINS_CROWDED = 200, 20  # then the core is offered to others: a busy machine may need it
 # Beside a thread that computes: it neither polls nor yields but sleeps at once. Whoever yields on a busy core loses its
 # turn to all others on it, and wakes late when a parcel is there.
@@ -189,7 +190,7 @@ class CpuExecutable:
                 self._bound.clear()
             found = self._bound[key] = bind(
                 self.schedule, self._group.rank, span_lengths, self.stride, dtype.itemsize,
-                TYPES.get(dtype, interpreter.UINT8), OPERATIONS[operation], tile,
+                TYPES.get(dtype, sums.UINT8), OPERATIONS[operation], tile,
             )  # fmt: skip
         return found
 
@@ -231,7 +232,7 @@ class Whole:
 class Prepared:
     """See `CpuExecutable.prepare`. The caller holds the group's lock and has checked the tensors."""
 
-    __slots__ = ("_executable", "_keep", "_words", "bound", "frame")
+    __slots__ = ("_executable", "_keep", "_words", "bound", "frame", "perform")
 
     def __init__(self, executable: CpuExecutable, bound: Bound, text: Text) -> None:
         words = np.zeros(interpreter.FRAME, np.int64)
@@ -243,7 +244,7 @@ class Prepared:
         ring = FlightRing.mine().address
         words[interpreter.RING_AT : interpreter.TICKET] = ring, text.address, text.length
         self._executable, self.bound, self._words, self._keep = executable, bound, words, (arrays, text)
-        self.frame = int(words.ctypes.data)
+        self.frame, self.perform = int(words.ctypes.data), interpreter.compiled_perform()
 
     def whole(self) -> Whole:
         """As `CpuExecutable.whole`."""

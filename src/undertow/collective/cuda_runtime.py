@@ -33,8 +33,8 @@ from .bind import (
     tiling,
     workspace_bytes,
 )
-from .cpu_interpreter import UINT8
 from .cpu_runtime import OPERATIONS, TYPES
+from .cpu_sums import UINT8
 from .cuda_kernels import (
     RAW,
     Kernel,

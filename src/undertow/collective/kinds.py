@@ -94,17 +94,18 @@ def executable_of(on: Group, kind: Kind) -> Executable:
         if kind.program.collective != kind.collective:
             was, must = f"{kind.program.name}, for {kind.program.collective}", f"a program for {kind.collective}"
             raise InvalidArgument(argument="program", was=was, must=must)
-        choice = kind.choice
+        choice, lane = kind.choice, kind.lane or "peer"
         instances = choice.instances
+        shared = on.device.type == "cpu" and lane == "peer" and len(on.local_ranks) == on.size
         if on.device.type == "cuda":  # every CTA must have a multiprocessor, on every rank
             seen = on.exchange(fabric.multiprocessors, "multiprocessors")
             instances = max(1, min(instances, min(seen) // choice.workers))
         schedule = kind.program.compile(
             topology=Topology.of(on.nodes), root=kind.root, in_place=kind.in_place, target="staged",
             slots=choice.slots, depth=choice.depth, workers=choice.workers, instances=instances,
-            packets=choice.packets,
+            packets=choice.packets, publish=shared,
         )  # fmt: skip
         found = fabric.kept[kind.number] = executable(
-            fabric, schedule, choice.stride if kind.lane is None else None, lane=kind.lane or "peer", warps=choice.warps
+            fabric, schedule, choice.stride if kind.lane is None else None, lane=lane, warps=choice.warps
         )
     return found

@@ -102,6 +102,9 @@ class LaneExecutable:
             raise InvalidArgument(argument="schedule", was="for target direct", must="compiled for target staged")
         if schedule.packets:
             raise InvalidArgument(argument="schedule", was="one of packets", must="compiled without: lanes signal")
+        if schedule.publishes:
+            must = "compiled without publish: a lane brings messages to their receiver"
+            raise InvalidArgument(argument="schedule", was="one that publishes", must=must)
         if NEEDED in schedule.instructions.kind:
             must = "without tile_needed: no lane tells a kernel"
             raise InvalidArgument(argument="schedule", was="one that kernels wait for", must=must)

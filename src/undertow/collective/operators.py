@@ -62,10 +62,8 @@ def all_reduce(
     program: Program | None = None,
 ) -> torch.Tensor:
     """out = the sum (or other `op`) of every rank's `tensor`; in place unless `out` is given."""
-    if (out is None or out is tensor) and placement.current() is None:
-        known = repeated.find("all_reduce", group, program, op, tensor)
-        if known is not None and known.run(tensor, tensor):
-            return tensor
+    if (out is None or out is tensor) and repeated.again("all_reduce", group, program, op, tensor, tensor):
+        return tensor
     on = as_group(group)
     check_tensor("tensor", tensor, on)
     check_operation(op, tensor)
@@ -92,10 +90,9 @@ def all_gather(
     program: Program | None = None,
 ) -> torch.Tensor:
     """out = every rank's `tensor`, one after the other. `rows[r]`: rows of rank r where they differ."""
-    if out is not None and rows is None and tensor.dim() == 1 and placement.current() is None:
-        known = repeated.find("all_gather", group, program, "sum", tensor)
-        if known is not None and known.run(tensor, out):
-            return out
+    plain = rows is None and tensor.dim() == 1
+    if out is not None and plain and repeated.again("all_gather", group, program, "sum", tensor, out):
+        return out
     on = as_group(group)
     check_tensor("tensor", tensor, on)
     shaped = tensor if tensor.dim() else tensor.reshape(1)
@@ -104,7 +101,7 @@ def all_gather(
     result = output(out, tensor, (sum(counts), *shaped.shape[1:]))
     spans = [count * width for count in counts]
     _run("all_gather", on, shaped, result, spans, "sum", program)
-    if rows is None and tensor.dim() == 1:
+    if plain:
         _remember("all_gather", group, program, "sum", tensor, on, spans)
     return result
 
@@ -118,10 +115,8 @@ def reduce_scatter(
     program: Program | None = None,
 ) -> torch.Tensor:
     """out = this rank's rows of the sum (or other `op`) of every rank's `tensor`; rows by torch.tensor_split."""
-    if out is not None and tensor.dim() == 1 and placement.current() is None:
-        known = repeated.find("reduce_scatter", group, program, op, tensor)
-        if known is not None and known.run(tensor, out):
-            return out.div_(known.ranks) if op == "avg" else out
+    if out is not None and tensor.dim() == 1 and repeated.again("reduce_scatter", group, program, op, tensor, out):
+        return out.div_(as_group(group).size) if op == "avg" else out
     on = as_group(group)
     check_tensor("tensor", tensor, on, matrix=True)
     check_operation(op, tensor)
@@ -325,8 +320,8 @@ def _remember(
         return
     if not (group is None or isinstance(group, (Group, dist.ProcessGroup))):  # a mesh may equal another one
         return
-    known = repeated.find(collective, group, program, op, tensor)
-    if known is not None and not known.over:
+    what = (collective, group, program, op)
+    if repeated.is_known(what, tensor):
         return
     table = tables.of(on) if program is None else None
     kind = kind_of(
@@ -336,9 +331,7 @@ def _remember(
     run = on.fabric.kept.get(kind.number)
     if isinstance(run, CpuExecutable):
         words = call_text(on.name, kind.collective, kind.shape, kind.plan)
-        repeated.remember(
-            (collective, group, program, op), tensor, on, run.prepare(tensor.dtype, spans, op, words), spans
-        )
+        repeated.remember(what, tensor, on, run.prepare(tensor.dtype, spans, op, words), spans)
 
 
 CALLS: dict[str, Callable[..., object]] = {

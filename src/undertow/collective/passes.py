@@ -85,6 +85,47 @@ def levels(kinds, sources, destinations, counts, atoms):
 
 
 @_compiled
+def last_writes(kinds, sources, destinations, counts, atoms):
+    """Of each operation that moves something: the last one before it that wrote what it reads, -1 for none."""
+    writer = np.full(atoms, NOTHING, np.int64)
+    found = np.full(len(kinds), NOTHING, np.int64)
+    for one in range(len(kinds)):
+        if kinds[one] <= REDUCE:
+            for part in range(counts[one]):
+                found[one] = max(found[one], writer[sources[one] + part])
+        if kinds[one] != NEEDED:
+            for part in range(counts[one]):
+                writer[destinations[one] + part] = one
+    return found
+
+
+@_compiled
+def slots_of(connection, opening, closing, begins, slots):
+    """The slot of each message among those of its connection, and how many each connection has.
+
+    A message is in its slot from operation `opening` to `closing`; messages are sorted by the former, and connection c
+    may take entries from `begins[c]` on for as many slots as it has messages. A slot is used again in turn, once there
+    are `slots` of them, unless somebody has yet to read what is in all of them.
+    """
+    found, used = np.empty(len(connection), np.int64), np.zeros(len(begins), np.int64)
+    turn, last = np.zeros(len(begins), np.int64), np.empty(len(connection), np.int64)
+    for one in range(len(connection)):
+        where = connection[one]
+        slot = used[where]
+        if slot >= slots:
+            for step in range(used[where]):
+                candidate = (turn[where] + step) % used[where]
+                if last[begins[where] + candidate] < opening[one]:
+                    slot = candidate
+                    turn[where] = candidate + 1
+                    break
+        used[where] = max(used[where], slot + 1)
+        last[begins[where] + slot] = closing[one]
+        found[one] = slot
+    return found, used
+
+
+@_compiled
 def _same_range(wanted, count, head, following, place):
     """Whether a linked list of ranges (all of `count` atoms) holds `wanted`."""
     while head != NOTHING:

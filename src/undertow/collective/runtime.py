@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from ..errors import InvalidArgument
 from ..fabric.base import SymmetricBuffer
 
 if TYPE_CHECKING:
@@ -51,6 +52,9 @@ def executable(
         near = "net" if spans_nodes and group.device.type == "cuda" else "dma"
         return LaneExecutable(fabric, schedule, lane=near if lane == "peer" else lane, **options)
     if group.device.type == "cuda":
+        if schedule.publishes:
+            must = "compiled without publish: a GPU's kernel sends to receivers"
+            raise InvalidArgument(argument="schedule", was="one that publishes", must=must)
         from .cuda_runtime import CudaExecutable
 
         return CudaExecutable(fabric, schedule, warps=warps, **options)  # type: ignore[arg-type]

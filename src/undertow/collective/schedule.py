@@ -12,7 +12,8 @@ cut into tiles, one tile an iteration), and knows of other workers only through 
 "I am done with yours". A semaphore has one poster and one waiter. A wait for `value` posts, `back` iterations ago, is
 over when the count reaches (iteration - back) * posts + value; counts go on from call to call.
 
-Scratch and staging exist `depth` times, used in turn by iterations; one chunk of them holds one tile. With *packets*
+Scratch and staging exist `depth` times, used in turn by iterations; one chunk of them holds one tile. Staging lies at
+the receiver of a message, or at its sender where several ranks take it (`publishes`). With *packets*
 every 32 bits in staging travel with a flag in one 64-bit store; the receiver polls the data itself, and the semaphore
 that would announce it exists in the schedule only (the checker sees an order, the runtimes drop it).
 """
@@ -94,6 +95,7 @@ class Schedule:
     codes: tuple[CodeType, ...] = field(repr=False)
     rows: NDArray[np.int32] = field(repr=False)  # code and line of each operation
     worker_channel: Ints | None = None  # of each worker, where the format it was read from numbers channels
+    publishes: bool = False  # staging of other ranks may be read, too: a sender's own, by all who take what is in it
     keeps_input: bool = True  # False: a call that is not in place uses its input as scratch, as foreign ones may
 
     @property

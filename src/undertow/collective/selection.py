@@ -40,12 +40,26 @@ _PROGRAMS = {
     "gather": "gather_direct",
     "scatter": "scatter_direct",
 }
-# One program won at every size on two and four ranks. What differs is the staged tile: with a core each, larger ones
-# pay (fewer meetings, and lines that have left the other core's cache); with more ranks than cores, all must fit.
+# What differs most is the staged tile: with a core each, larger ones pay (fewer meetings, and lines that have left the
+# other core's cache); with more ranks than cores, all must fit.
 CPU: dict[str, tuple[Choice, ...]] = {
     name: (Choice(inf, program, ranks=2, stride=256 << 10), Choice(inf, program, stride=128 << 10))
     for name, program in _PROGRAMS.items()
 }
+# all_reduce by size. On two ranks, calls take staging in turn, about 1 MB of it (what a second-level cache holds): a
+# line that is written again has left the cache of whoever read it, and need not be fetched from there. With more ranks
+# than cores every meeting is a change of process: only one while bytes cost less than that, and for long calls one tile
+# of twice the size instead of two in turn.
+CPU["all_reduce"] = (
+    Choice(4 << 10, "two_shot", ranks=2, stride=256 << 10),
+    Choice(96 << 10, "two_shot", ranks=2, stride=64 << 10, depth=16),
+    Choice(192 << 10, "two_shot", ranks=2, stride=128 << 10, depth=8),
+    Choice(512 << 10, "two_shot", ranks=2, stride=256 << 10, depth=4),
+    Choice(inf, "two_shot", ranks=2, stride=256 << 10),
+    Choice(16 << 10, "one_shot", ranks=4, stride=64 << 10),
+    Choice(512 << 10, "two_shot", stride=128 << 10),
+    Choice(inf, "two_shot", stride=256 << 10, depth=1),
+)
 # On a GPU: packets while latency is all there is, then the direct programs, on as many CTAs as it takes to keep the
 # memory busy (a rank with fewer multiprocessors takes all it has). Packets of more than 8 ranks do not fit the kernel.
 # From a sweep over CTAs, warps and loads in flight, all_reduce of symmetric buffers on 4 ranks of a virtual node (one

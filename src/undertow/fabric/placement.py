@@ -26,20 +26,20 @@ class _Here(threading.local):
     placement: Placement | None = None
 
 
-_here = _Here()
+here = _Here()
 
 
 def current() -> Placement | None:
     """What was said around this thread's work; None where nobody said anything."""
-    return _here.placement
+    return here.placement
 
 
 @contextlib.contextmanager
 def placed(placement: Placement) -> Iterator[None]:
     """Collectives inside run there."""
     before = current()
-    _here.placement = placement
+    here.placement = placement
     try:
         yield
     finally:
-        _here.placement = before
+        here.placement = before

@@ -30,8 +30,9 @@ def algorithm_of(schedule: Schedule, facts: Facts | None = None, like: Algorithm
     `like`: the file that the schedule was read from. Where both still do the same, all is spelled as there: places that
     only inform, input or output where a call in place makes them one, peers that a threadblock never talks to.
     """
-    if not schedule.staged or schedule.packets:
-        raise _refused(schedule, "only a staged schedule without packets can be: MSCCL sends messages through queues")
+    if not schedule.staged or schedule.packets or schedule.publishes:
+        reason = "only a staged schedule without packets or publish can be: MSCCL sends messages through queues"
+        raise _refused(schedule, reason)
     if not set(np.unique(schedule.instructions.kind).tolist()) <= {MOVE}:
         raise _refused(schedule, "it waits for a kernel's tiles, which MSCCL knows nothing of")
     facts = facts or Facts()
