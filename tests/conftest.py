@@ -1,4 +1,7 @@
-"""For all tests: plans and machine files go to a folder of their own, and none of the user's are found."""
+"""For all tests: plans and machine files go to a folder of their own, and none of the user's are found.
+
+Of tests that take seconds and have others of their kind, which run every time, some are nightly: they are named here.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,31 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+NIGHTLY = {
+    "tests/cli/test_cli.py::test_run_ends_cleanly_when_told_to[2-130]",
+    "tests/fabric/test_virtual_node.py::test_a_daemon_that_does_not_start[serverless-started no server within 5 s]",
+    "tests/fabric/test_launch.py::test_a_main_script_without_a_guard_is_told",
+    "tests/fabric/test_lost_rank.py::test_a_stuck_rank_is_lost_at_the_deadline[sleep-serial:dma]",
+    "tests/fabric/test_lost_rank.py::test_a_stuck_rank_is_lost_at_the_deadline[sleep-serial:net]",
+    "tests/fabric/test_lost_rank.py::test_a_stuck_rank_is_lost_at_the_deadline[stop-serial:peer]",
+    "tests/fabric/test_lost_rank.py::test_a_rank_that_leaves_early_is_lost_at_the_deadline[serial:net]",
+    "tests/fabric/test_lost_rank.py::test_a_rank_that_leaves_early_is_lost_at_the_deadline[serial:dma]",
+    "tests/fabric/test_lost_rank.py::test_ranks_that_end_in_order_are_not_lost",
+    "tests/ops/test_gradients.py::test_a_part_of_all_gradients_is_exact[4]",
+    "tests/ops/test_review.py::test_modes_few_tokens_and_long_pieces[3]",
+    "tests/ops/test_grouped.py::test_gradients_of_grouped_weights_are_exact[3]",
+    "tests/ops/test_embedding.py::test_gradients_are_exact[4]",
+    "tests/collective/test_operators.py::test_all_reduce_around_the_sizes_where_the_program_changes[4]",
+    "tests/kernels/test_fused_tokens.py::test_few_rows_as_they_are_launched[at once]",
+    "tests/kernels/test_gather.py::test_a_gather_as_it_is_launched",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid in NIGHTLY:
+            item.add_marker("nightly")
 
 
 @pytest.fixture(autouse=True, scope="session")
