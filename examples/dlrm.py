@@ -160,6 +160,8 @@ def train(options: Options) -> dict[str, object]:
         everyones = loss.detach().clone()
         dist.all_reduce(everyones, group=group.process_group)
         losses.append(float(everyones) / group.size)
+        if group.rank == 0 and step % max(1, options.steps // 8) == 0:
+            print(f"step {step:4}  loss {losses[-1]:.4f}  {seconds[-1] * 1e3:.2f} ms", flush=True)
     after = evaluate(model, clicks, options, group)
     ordered = sorted(seconds[options.steps // 2 :])
     return {
@@ -191,10 +193,9 @@ def main() -> None:
     found = train(options)
     first = ut.init().rank == 0
     if first:
-        losses = found["losses"]
-        shown = ", ".join(f"{losses[one]:.4f}" for one in range(0, len(losses), max(1, len(losses) // 8)))
-        print(f"loss {shown} ... {losses[-1]:.4f}")
-        print(f"AUC {found['auc_before']:.3f} before, {found['auc']:.3f} after {options.steps} steps")
+        print(
+            f"loss {found['losses'][-1]:.4f}, AUC {found['auc_before']:.3f} before, {found['auc']:.3f} after {options.steps} steps"
+        )
         print(f"a step takes {found['step_seconds'] * 1e3:.2f} ms with strategy {options.strategy}", flush=True)
     if compare:
         serial = train(Options(**{**given, "strategy": "serial"}))
