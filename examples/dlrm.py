@@ -42,35 +42,37 @@ class Options:
 
 
 class Clicks:
-    """Batches that any rank can make, whole or its own samples: everything comes from the number of the step."""
+    """Batches that any rank can make, its own samples of them: everything comes from the number of the step.
+
+    They are drawn on the device, so CPUs and GPUs have different ones; all ranks on devices of one kind the same.
+    """
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.rows = [max(3, rows // options.scale) for rows in ROWS]
         self.hots = [min(hot, 20) for hot in HOTS]
-        chance = torch.Generator().manual_seed(11)
-        self.scores = [torch.randn(rows, generator=chance) for rows in self.rows]
-        self.slopes = torch.randn(DENSE, generator=chance) / DENSE**0.5
+        chance = torch.Generator(device).manual_seed(11)
+        self.scores = [torch.randn(rows, generator=chance, device=device) for rows in self.rows]
+        self.slopes = torch.randn(DENSE, generator=chance, device=device) / DENSE**0.5
         self.device = device
 
     def batch(self, step: int, count: int, rank: int, ranks: int) -> tuple[torch.Tensor, ...]:
         """Of `count` samples those of `rank`: numbers [n, 13], labels [n], values and lengths of all features."""
-        chance = torch.Generator().manual_seed(1000 + step)
-        dense = torch.randn(count, DENSE, generator=chance)
+        chance, device = torch.Generator(self.device).manual_seed(1000 + step), self.device
+        dense = torch.randn(count, DENSE, generator=chance, device=device)
         logits = dense @ self.slopes
         mine = slice(*[(count * one) // ranks for one in (rank, rank + 1)])
         values = []
         for rows, hot, scores in zip(self.rows, self.hots, self.scores, strict=True):
             power = 1 - ZIPF
-            draw = torch.rand(count, hot, generator=chance, dtype=torch.float64)
+            draw = torch.rand(count, hot, generator=chance, dtype=torch.float64, device=device)
             order = (((rows**power - 1) * draw + 1) ** (1 / power)).long().clamp(1, rows)
             index = (order * 2654435761) % rows  # popular rows lie anywhere
             logits += scores[index].mean(1) / len(self.rows) ** 0.5 * 2
             values.append(index[mine].reshape(-1))
-        labels = (torch.rand(count, generator=chance) < torch.sigmoid(1.5 * logits - 0.5)).float()
+        labels = (torch.rand(count, generator=chance, device=device) < torch.sigmoid(1.5 * logits - 0.5)).float()
         here = mine.stop - mine.start
-        lengths = torch.tensor(self.hots).repeat_interleave(here)
-        found = dense[mine], labels[mine], torch.cat(values), lengths
-        return tuple(one.to(self.device) for one in found)
+        lengths = torch.tensor(self.hots, device=device).repeat_interleave(here)
+        return dense[mine], labels[mine], torch.cat(values), lengths
 
 
 class DLRM(torch.nn.Module):
