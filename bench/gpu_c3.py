@@ -8,6 +8,7 @@
 - What the GPU tests check (graphs, failures, lifetimes), and the worked example of gradients beside a backward pass.
 
     PYTHONPATH=src python bench/gpu_c3.py [--ranks 4] [--parts node,tables,card,...] [--out undertow-c3.json]
+    PYTHONPATH=src python bench/gpu_c3.py --show bench/results/gpu_c3_2026-11-16.json     # judged again, without a GPU
 """
 
 from __future__ import annotations
@@ -215,15 +216,14 @@ def table(found: dict[str, Any]) -> list[str]:
                     f"  {lane:5} {name:10} {share:6.0%}  {statistics.mean(speeds):.2f}x mean, "
                     f"{min(speeds):.2f}x to {max(speeds):.2f}x   published {said}"
                 )
-        if part == "node":
-            narrow = narrowness(Tables(**found["tables"])) if "tables" in found else ()
-            for lane in ("peer", "dma"):
-                known = [one for one in results if one.scenario.lane == lane]
-                if len(known) < 4:
-                    continue
-                judged = judge(known, narrow)
-                lines.append(f"  model and advice over {lane}, held out: " + ", ".join(
-                    f"{name} {value:.3f}" for name, value in judged.items()))  # fmt: skip
+        narrow = narrowness(Tables(**found["tables"])) if part == "node" and "tables" in found else ()
+        for lane in ("peer", "dma"):
+            known = [one for one in results if one.scenario.lane == lane]
+            if len(known) < 4:
+                continue
+            judged = judge(known, narrow)
+            lines.append(f"  model and advice over {lane}, held out: " + ", ".join(
+                f"{name} {value:.3f}" for name, value in judged.items()))  # fmt: skip
         labels = [one.label for one in results]
         lines.append("  " + ", ".join(f"{name} {labels.count(name)}" for name in ("G-long", "C-long", "GC-equal")))
     for one in found.get("thieves", ()):
@@ -260,7 +260,11 @@ def main() -> None:
         "--seconds", type=float, default=60.0, help="for all of it; parts that find no time are left out"
     )
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--show", type=Path, help="only print the tables of these results")
     options = parser.parse_args()
+    if options.show:
+        print("\n".join(table(json.loads(options.show.read_text()))))
+        return
     lines_file = options.out.with_suffix(".lines")
     lines_file.unlink(missing_ok=True)
     file = str(lines_file.absolute())

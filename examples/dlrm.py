@@ -195,9 +195,8 @@ def main() -> None:
     found = train(options)
     first = ut.init().rank == 0
     if first:
-        print(
-            f"loss {found['losses'][-1]:.4f}, AUC {found['auc_before']:.3f} before, {found['auc']:.3f} after {options.steps} steps"
-        )
+        print(f"loss {found['losses'][-1]:.4f} after {options.steps} steps")
+        print(f"AUC {found['auc_before']:.3f} before, {found['auc']:.3f} after")
         print(f"a step takes {found['step_seconds'] * 1e3:.2f} ms with strategy {options.strategy}", flush=True)
     if compare:
         serial = train(Options(**{**given, "strategy": "serial"}))

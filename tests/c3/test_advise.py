@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from undertow.c3 import knowledge as known
-from undertow.c3.advise import Advice, Side, advise
+from undertow.c3.advise import Advice, Side, advise, preferred
 from undertow.c3.characterise import RATIOS, Result, Scenario, Tables, Together, grid, label, mean_shares
 from undertow.c3.knowledge import Knowledge
 from undertow.c3.strategies import STRATEGIES, Place, given, strategy
@@ -220,6 +220,28 @@ def test_serial_where_nothing_beats_it() -> None:
     hostile = Knowledge(Interference(33, tuple((f"peer:{name}", Effect(5.0, 0, 50.0)) for name in STRATEGIES)))
     found = advise(1e-3, 1e-3, place=Place("cuda", 33, {"peer": ""}), knowledge=hostile)
     assert found.strategy.name == "serial"
+
+
+def test_a_gain_that_is_smaller_than_the_models_error_is_none() -> None:
+    predicted = {"base:peer": 1.0, "priority:peer": 0.95, "partition:peer": 0.9, "serial:peer": 0.97}
+    sure = Knowledge(Interference(33, ()))
+    assert preferred(predicted, sure) == "partition:peer"
+    doubtful = dataclasses.replace(sure, errors=(("peer:base", 0.02), ("peer:partition", 0.2)))
+    assert preferred(predicted, doubtful) == "priority:peer"
+    in_doubt = dataclasses.replace(sure, errors=(("peer:base", 0.3),))
+    assert preferred(predicted, in_doubt) == "base:peer"
+    without = {name: took for name, took in predicted.items() if not name.startswith("base")}
+    assert preferred(without, in_doubt) == "partition:peer"
+
+
+def test_errors_are_learnt_and_kept() -> None:
+    exact, noisy = known.learn(made()), known.learn(made(noise=0.1))
+    assert exact.error("base", "dma") < 0.01 < 0.05 < noisy.error("base", "dma") < 0.15
+    assert exact.error("both", "dma") == 0.0
+    assert Knowledge.from_json(json.loads(json.dumps(noisy.to_json()))).errors == noisy.errors
+    older = {name: value for name, value in noisy.to_json().items() if name != "errors"}
+    assert Knowledge.from_json(older).errors == ()
+    assert known.merged(exact, noisy).error("base", "dma") == exact.error("base", "dma")
 
 
 def test_the_papers_rules() -> None:

@@ -3,8 +3,8 @@
     ut.c3.advise(Side(seconds=2e-3, memory=0.1), Side(seconds={"peer": 6e-4, "dma": 5e-3}, nbytes=64 << 20))
 
 Every strategy that can run is predicted by the interference model from the times of the two sides alone, and the
-shortest is taken; a gain of less than a hundredth over `base` is no reason to leave it. Beside it stand what the papers
-would choose, as baselines:
+shortest is taken; but a gain over `base` that is smaller than what the model is usually off about the two is no reason
+to leave it. Beside it stand what the papers would choose, as baselines:
 
 | baseline | rule |
 |---|---|
@@ -15,6 +15,7 @@ would choose, as baselines:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 DMA_THRESHOLD = 32 << 20
 MEMORY_BOUND = 0.5
-_WORTH = 0.01  # a gain below this is no reason to do anything but the usual
+_WORTH = 0.01  # a gain below this is no reason to do anything but the usual, however right the model is
 _UNITS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # that the two tables look at
 
 
@@ -144,14 +145,12 @@ def answer(asked: Question) -> Advice:
                 continue
             if name != "serial" and f"{lane}:{name}" not in effects:
                 continue  # of what nobody has seen nothing can be promised
-            for chosen in _forms(name, lane, asked):
-                took = _predict(chosen, seconds, alone, asked)
-                if took < predicted.get(key(chosen), float("inf")):
-                    found[key(chosen)], predicted[key(chosen)] = chosen, took
+            chosen = strategy(name, place, lane)  # as it was measured: of other parts of the device nothing is known
+            found[key(chosen)], predicted[key(chosen)] = chosen, _predict(chosen, seconds, alone, asked)
     if not found:
         must = f"known for one of the lanes {', '.join(asked.lanes)}"
         raise InvalidArgument(argument="collective.seconds", was=f"{asked.collective.seconds}", must=must)
-    best = preferred(predicted)
+    best = preferred(predicted, asked.knowledge)
     serial = seconds + shortest
     reason = (
         f"{best} is predicted to take {predicted[best] * 1e3:.3g} ms where one after the other takes "
@@ -160,19 +159,18 @@ def answer(asked: Question) -> Advice:
     return Advice(found[best], predicted, baselines(asked), reason, serial, asked.knowledge.source)
 
 
-def preferred(predicted: Mapping[str, float]) -> str:
-    """Of strategies by key: the shortest, or `base` where that gains too little to leave it."""
-    best = min(predicted, key=predicted.__getitem__)
-    usual = min((name for name in predicted if name.startswith("base:")), key=predicted.__getitem__, default=best)
-    return usual if predicted[usual] <= predicted[best] * (1 + _WORTH) else best
-
-
-def _forms(name: str, lane: str, asked: Question) -> list[Strategy]:
-    """The strategy as it is by default, and where the device is divided, with the best k by the model's own tables."""
-    usual = strategy(name, asked.place, lane)
-    if name not in ("partition", "both") or lane != "peer" or asked.place.device != "cuda":
-        return [usual]
-    return [usual, strategy(name, asked.place, lane, ctas=_two_tables(asked, lane))]
+def preferred(predicted: Mapping[str, float], knowledge: Knowledge) -> str:
+    """Of strategies by key: the shortest of those that gain more over `base` than the model is off, or `base`."""
+    usual = min((name for name in predicted if name.startswith("base:")), key=predicted.__getitem__, default=None)
+    if usual is None:
+        return min(predicted, key=predicted.__getitem__)
+    doubt = knowledge.error(*usual.split(":"))
+    better = [
+        name
+        for name, took in predicted.items()
+        if predicted[usual] > took * (1 + max(_WORTH, math.hypot(doubt, knowledge.error(*name.split(":")))))
+    ]
+    return min(better, key=predicted.__getitem__, default=usual)
 
 
 def _predict(chosen: Strategy, compute: float, alone: float, asked: Question) -> float:

@@ -6,6 +6,9 @@ The one interference model (`plan.interference`) has an effect for every lane un
     computing on c of S SMs          (1 - m) S / c + m                  m: how much it lives on memory
     communicating on k CTAs          the factor of `narrow` at k, measured for all collectives together
 
+and how far the model is off for each effect, on average, about the very runs that it was fitted to: what is predicted
+to gain less than that may well lose.
+
 Files hold numbers only. A damaged one is as good as none.
 """
 
@@ -28,11 +31,16 @@ FORMAT = "undertow c3 1"
 
 @dataclass(frozen=True, slots=True)
 class Knowledge:
-    """`source` says in a few words where it is from."""
+    """`errors`: by effect, the mean error of what the model says. `source` says in a few words where it is from."""
 
     model: Interference
     narrow: tuple[tuple[int, float], ...] = ()
     source: str = "assumed"
+    errors: tuple[tuple[str, float], ...] = ()
+
+    def error(self, name: str, lane: str) -> float:
+        """How far the model is off about a strategy, as a part of the time; 0 where nothing is known."""
+        return dict(self.errors).get(f"{lane}:{name}", 0.0)
 
     def computing(self, compute_sms: int, memory: float) -> float:
         """How many times longer a computation takes alone on so many SMs than on all."""
@@ -85,6 +93,7 @@ class Knowledge:
             "multiprocessors": self.model.multiprocessors,
             "effects": {name: asdict(effect) for name, effect in self.model.effects},
             "narrow": [list(pair) for pair in self.narrow],
+            "errors": dict(self.errors),
             "source": self.source,
         }
 
@@ -106,7 +115,10 @@ class Knowledge:
         every = int(data["multiprocessors"])
         if every < 1:
             raise ValueError("multiprocessors is below 1")
-        return Knowledge(Interference(every, tuple(effects)), narrow, str(data["source"])[:200])
+        errors = tuple((str(name), float(value)) for name, value in data.get("errors", {}).items())
+        if not all(0 <= value < float("inf") for _, value in errors):
+            raise ValueError("errors are not made of numbers from 0 on")
+        return Knowledge(Interference(every, tuple(effects)), narrow, str(data["source"])[:200], errors)
 
 
 def default_path(device: str, ranks: int) -> Path:
@@ -135,7 +147,8 @@ def merged(learnt: Knowledge, before: Knowledge) -> Knowledge:
     kept = sorted(set(known) - set(new))
     source = f"{learnt.source}, {len(kept)} effects {before.source}" if kept else learnt.source
     model = replace(learnt.model, effects=tuple(sorted((known | new).items())))
-    return Knowledge(model, learnt.narrow or before.narrow, source)
+    errors = tuple((name, value) for name, value in before.errors if name in kept)
+    return Knowledge(model, learnt.narrow or before.narrow, source, (*errors, *learnt.errors))
 
 
 def narrowness(tables: Tables) -> tuple[tuple[int, float], ...]:
@@ -157,7 +170,17 @@ def learn(results: Iterable[Result], narrow: Sequence[tuple[int, float]] = (), s
     known = list(results)
     every = max(one.multiprocessors for one in known)
     empty = Knowledge(Interference(every, ()), tuple(narrow), source)
-    return replace(empty, model=fit_runs([run for one in known for run in runs_of(one, empty)], every))
+    runs = [run for one in known for run in runs_of(one, empty)]
+    model = fit_runs(runs, every)
+    return replace(empty, model=model, errors=_errors(model, runs))
+
+
+def _errors(model: Interference, runs: Sequence[Run]) -> tuple[tuple[str, float], ...]:
+    """By effect, the mean of how far the model is off about these runs."""
+    off: dict[str, list[float]] = {}
+    for run in runs:
+        off.setdefault(run.lane, []).append(abs(model.seconds(run) / run.seconds - 1))
+    return tuple((name, statistics.mean(found)) for name, found in sorted(off.items()))
 
 
 def runs_of(result: Result, knowledge: Knowledge) -> list[Run]:
@@ -191,6 +214,9 @@ def held_out(learnt: Sequence[tuple[Knowledge, Sequence[Result]]]) -> float:
 def assumed(device: str, multiprocessors: int) -> Knowledge:
     """Where nothing was measured: what the papers report, as effects. Collectives on SMs lose most of their time to a
     computation that came first, a good part of it beside one that gave way, and copies by engines little.
+
+    The errors are those of these very effects about 64 scenarios of four ranks that share an H200
+    (gpu_c3_2026-11-16.json).
     """
     memory = 1.0 if device == "cuda" else 0.3
     effects = {
@@ -204,4 +230,7 @@ def assumed(device: str, multiprocessors: int) -> Knowledge:
     found += [(f"{lane}:{name}", copies) for lane in ("dma", "net") for name in (*effects, "dma", "dma+fewer")]
     quarter = max(1, multiprocessors // 4)
     narrow = ((max(1, quarter // 2), 1.5), (quarter + 1, 1.0)) if device == "cuda" else ()
-    return Knowledge(Interference(multiprocessors, tuple(found)), narrow)
+    off = {"base": 0.06, "priority": 0.10, "partition": 0.33, "both": 0.32}
+    errors = [(f"peer:{name}", value) for name, value in off.items()]
+    errors += [(name, 0.04 if name.endswith("fewer") else 0.03) for name, _ in found if not name.startswith("peer")]
+    return Knowledge(Interference(multiprocessors, tuple(found)), narrow, errors=tuple(errors))

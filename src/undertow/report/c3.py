@@ -106,7 +106,8 @@ def pick(result: Result, knowledge: Knowledge) -> str:
     )
     predicted = answer(asked).predicted
     measured = [f"{name}:{lane}" for name in (*result.together, "serial")]
-    return preferred({name: predicted[name] for name in measured if name in predicted}).removesuffix(f":{lane}")
+    seen = {name: predicted[name] for name in measured if name in predicted}
+    return preferred(seen, knowledge).removesuffix(f":{lane}")
 
 
 def to_json(results: Sequence[Result], judged: dict[str, float], facts: dict[str, Any]) -> dict[str, Any]:
