@@ -1,13 +1,17 @@
-"""One transformer layer, forward and backward, sequence parallel over two CPU ranks, against its serial forms.
+"""One transformer layer, forward and backward, sequence parallel, against its serial forms.
+
+    PYTHONPATH=src python bench/layer.py
+    PYTHONPATH=src python bench/layer.py --device cuda --ranks 4
 
     overlapped   every operator by the strategy named: gathers and scatters beneath their matmuls, in both passes
     serial       the same operators, each communication after or before its whole matmul, over the same lane
     Megatron     the layer as it is commonly written: an autograd function for the gather and one for the scatter around
                  plain matmuls, gathered again in the backward pass; over the same lane
 
-The link is emulated (lane dma, paced so that all that moves takes about as long as all that is computed), since a CPU's
-own copies would take the core that computes; `auto` is left out, as it might choose a lane that is not paced. All
-variants are interleaved; ratios are paired by round, with 95% intervals.
+On a CPU the link is emulated (lane dma, paced so that all that moves takes about as long as all that is computed), as
+its own copies would take the core that computes; `auto` is left out, as it might choose a lane that is not paced. On a
+GPU it is peer memory, a layer of Llama-3 8B in bf16, device time, and Megatron's communication is this library's own
+all_gather and reduce_scatter. All variants are interleaved; ratios are paired by round, with 95% intervals.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,24 +28,40 @@ import undertow as ut
 from undertow.collective.carry import Carrier
 from undertow.fabric.timer import Comparison, compare
 
-HIDDEN, INNER, HEADS, ROWS = 512, 1408, 8, 1024
 PACE = "100MB/s,20us"
+
+
+@dataclass(frozen=True)
+class Size:
+    hidden: int
+    inner: int
+    heads: int
+    rows: int
+    dtype: torch.dtype
+    strategies: tuple[str, ...]
+
+
+SIZES = {
+    "cpu": Size(512, 1408, 8, 1024, torch.float32, ("serial:dma", "chunked:dma", "signaled:dma")),
+    "cuda": Size(4096, 14336, 32, 4096, torch.bfloat16, ("serial:peer", "fused:peer", "auto")),
+}
 
 
 class Layer(torch.nn.Module):
     """Attention and a gated feed-forward block, each after a norm, each added to what came in."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, size: Size, strategy: str, device: torch.device) -> None:
         super().__init__()
-        options: dict[str, Any] = {"bias": False, "sequence_parallel": True, "strategy": strategy}
-        unit = HIDDEN // HEADS
-        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(HIDDEN) for _ in range(2))
-        self.qkv = ut.nn.ColumnParallelLinear(HIDDEN, (HIDDEN,) * 3, unit=unit, **options)
-        self.out = ut.nn.RowParallelLinear(HIDDEN, HIDDEN, unit=unit, **options)
-        self.mlp = ut.nn.TensorParallelMLP(HIDDEN, INNER, **options)
+        self.unit = size.hidden // size.heads
+        place: dict[str, Any] = {"device": device, "dtype": size.dtype}
+        options: dict[str, Any] = {"bias": False, "sequence_parallel": True, "strategy": strategy, **place}
+        self.norms = torch.nn.ModuleList(torch.nn.RMSNorm(size.hidden, **place) for _ in range(2))
+        self.qkv = ut.nn.ColumnParallelLinear(size.hidden, (size.hidden,) * 3, unit=self.unit, **options)
+        self.out = ut.nn.RowParallelLinear(size.hidden, size.hidden, unit=self.unit, **options)
+        self.mlp = ut.nn.TensorParallelMLP(size.hidden, size.inner, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.out(_attention(*self.qkv(self.norms[0](x))))
+        x = x + self.out(_attention(*self.qkv(self.norms[0](x)), self.unit))
         return x + self.mlp(self.norms[1](x))
 
 
@@ -55,16 +76,16 @@ class Megatron(torch.nn.Module):
         layer = self.layer
         both = _linear(layer.norms[0](x), layer.qkv.weight, self.group)
         q, k, v = both.split(layer.qkv.cut.sizes(self.group.rank), -1)
-        x = x + _Scatter.apply(_attention(q, k, v) @ layer.out.weight.t(), self.group)
+        x = x + _Scatter.apply(_attention(q, k, v, layer.unit) @ layer.out.weight.t(), self.group)
         gate, up = _linear(layer.norms[1](x), layer.mlp.up.weight, self.group).chunk(2, -1)
         hidden = torch.nn.functional.silu(gate) * up
         return x + _Scatter.apply(hidden @ layer.mlp.down.weight.t(), self.group)
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    heads = [one.view(one.shape[0], -1, HIDDEN // HEADS).transpose(0, 1) for one in (q, k, v)]
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, width: int) -> torch.Tensor:
+    heads = [one.reshape(1, one.shape[0], -1, width).transpose(1, 2) for one in (q, k, v)]
     y = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
-    return y.transpose(0, 1).reshape(q.shape[0], -1)
+    return y.transpose(1, 2).reshape(q.shape[0], -1)
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, group: ut.Group) -> torch.Tensor:
@@ -72,7 +93,9 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, group: ut.Group) -> torch.Ten
 
 
 def _gather(x: torch.Tensor, group: ut.Group) -> torch.Tensor:
-    """Equal shards over lane dma, all of them before anything follows."""
+    """Equal shards, all of them before anything follows; on a CPU over lane dma."""
+    if x.is_cuda:
+        return ut.collective.all_gather(x.contiguous(), group=group)
     whole = x.new_empty(x.shape[0] * group.size, x.shape[1])
     parts = whole.chunk(group.size)
     parts[group.rank].copy_(x)
@@ -85,7 +108,9 @@ def _gather(x: torch.Tensor, group: ut.Group) -> torch.Tensor:
 
 
 def _scatter(y: torch.Tensor, group: ut.Group) -> torch.Tensor:
-    """This rank's rows of the sum over lane dma."""
+    """This rank's rows of the sum; on a CPU over lane dma."""
+    if y.is_cuda:
+        return ut.collective.reduce_scatter(y.contiguous(), group=group)
     lane, rows = group.fabric.lane("dma"), y.contiguous().chunk(group.size)
     carrier = Carrier(group.fabric, lane, y, rows[0].numel())
     carrier.give(0, [one.view(-1) for one in rows])
@@ -123,13 +148,15 @@ class _Scatter(torch.autograd.Function):
 def measure(rounds: int) -> tuple[Comparison, float]:
     """The comparison, and the largest difference of a gradient from Megatron's, relative to its largest element."""
     group = ut.init()
+    size = SIZES[group.device.type]
     torch.manual_seed(0)
-    layers = {strategy: Layer(strategy) for strategy in ("serial:dma", "chunked:dma", "signaled:dma")}
-    first = layers["serial:dma"]
+    layers = {strategy: Layer(size, strategy, group.device) for strategy in size.strategies}
+    first = layers[size.strategies[0]]
     for layer in layers.values():
         layer.load_state_dict(first.state_dict())
     modules: dict[str, torch.nn.Module] = {"Megatron": Megatron(first, group), **layers}
-    x = torch.randn(ROWS // group.size, HIDDEN, generator=torch.Generator().manual_seed(group.rank))
+    chance = torch.Generator().manual_seed(group.rank)
+    x = torch.randn(size.rows // group.size, size.hidden, generator=chance).to(group.device, size.dtype)
 
     def step(module: torch.nn.Module) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
@@ -147,26 +174,34 @@ def measure(rounds: int) -> tuple[Comparison, float]:
         weights = [one.clone() for one in [run(), *(w.grad for w in modules[name].parameters() if w.grad is not None)]]
         gradients[name] = torch.cat([(one / one.abs().max()).view(-1) for one in weights])
     apart = max(float((one - gradients["Megatron"]).abs().max()) for one in gradients.values())
-    return compare(variants, repeats=rounds, reduce_max=group.reduce_max), apart
+    calls = 4 if group.device.type == "cuda" else None  # the hosts run ahead of the GPU
+    found = compare(variants, repeats=rounds, calls=calls, reduce_max=group.reduce_max, before=group.barrier)
+    group.check()
+    return found, apart
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--device", choices=list(SIZES), default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    env = {"UNDERTOW_DMA_PACE": PACE}
-    found, apart = ut.launch(measure, 2, device="cpu", args=(options.rounds,), env=env)[0]
+    size, ranks = SIZES[options.device], options.ranks
+    env = {"UNDERTOW_DMA_PACE": PACE} if options.device == "cpu" else {}
+    found, apart = ut.launch(measure, ranks, device=options.device, args=(options.rounds,), env=env, deadline=60)[0]
     rows = {}
     for name in found.names:
         time, ratio = found.estimate(name), found.speedup(name, over="Megatron")
         rows[name] = {"milliseconds": time.median * 1e3, "speed-up": [ratio.median, ratio.low, ratio.high]}
+    link = f"emulated link of {PACE}" if options.device == "cpu" else "peer memory of one GPU"
     if options.json:
-        print(
-            json.dumps({"pace": PACE, "rows": ROWS, "hidden": HIDDEN, "inner": INNER, "apart": apart, "variants": rows})
-        )
+        facts = {"link": link, "ranks": ranks, "rows": size.rows, "hidden": size.hidden, "inner": size.inner}
+        print(json.dumps({**facts, "apart": apart, "variants": rows, "environment": found.environment}, default=str))
         return
-    print(f"{ROWS} rows of {HIDDEN}, inner {INNER}, 2 ranks, emulated link of {PACE}; gradients differ by {apart:.1e}")
+    print(
+        f"{size.rows} rows of {size.hidden}, inner {size.inner}, {ranks} ranks, {link}; gradients differ by {apart:.1e}"
+    )
     for name, row in rows.items():
         median, low, high = row["speed-up"]  # type: ignore[misc]
         print(f"{name:>14}  {row['milliseconds']:8.1f} ms   {median:.2f}x over Megatron  [{low:.2f}, {high:.2f}]")
