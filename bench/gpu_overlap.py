@@ -4,11 +4,14 @@ For every operator and shape, in one run, interleaved, the slowest rank counts:
 - the matmul alone (cuBLAS, the rank's SMs) and the communication alone (the lane's own collective, pipelined);
 - serial: one after the other; two chunks and more; equal parcels (FlashOverlap's rule); growing and shrinking ones.
 
+Times are those of the whole call, what the host needs for it included, or (--ahead) those of the device alone, while
+hosts are ahead of it, as they are where a training step keeps it busy (`at_once`).
+
 Speed-up is over serial; E is the part of the exposed communication that was hidden; the share of ideal compares with
 the longer of the two parts.
 
     PYTHONPATH=src python bench/gpu_overlap.py [--ranks 4] [--lane dma] [--operators ...] [--m ...] [--k ...] [--graph]
-        [--machine FILE]
+        [--ahead] [--machine FILE]
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from at_once import AtOnce
 
 import undertow as ut
 from undertow.fabric.environment import environment
@@ -124,13 +128,16 @@ def two_way_bandwidth(group: ut.Group, nbytes: int = 64 << 20, rounds: int = 5) 
 
 
 class Bench:
-    def __init__(self, lane: str, graph: bool, rounds: int, machine: dict[str, Any] | None) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self.group = ut.init()
-        self.machine = None if machine is None else Machine.from_dict(machine)
-        self.lane, self.graph, self.rounds = lane, graph, rounds
-        self.group.fabric.lane(lane)
+        self.machine = None if options["machine"] is None else Machine.from_dict(options["machine"])
+        self.lane, self.graph, self.rounds = options["lane"], options["graph"], options["rounds"]
+        self.group.fabric.lane(self.lane)
+        self._ahead = AtOnce(self.group) if options["ahead"] else None
 
     def timed(self, call: Callable[[], object]) -> float:
+        if self._ahead is not None:
+            return self._ahead.seconds(call)
         torch.cuda.synchronize()
         self.group.barrier()
         began = time.perf_counter()
@@ -228,7 +235,7 @@ def summary(found: list[dict[str, Any]]) -> list[str]:
 
 
 def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
-    bench = Bench(options["lane"], options["graph"], options["rounds"], options["machine"])
+    bench = Bench(options)
     link = two_way_bandwidth(bench.group)
     if bench.group.rank == 0:
         print(f"bare copies both ways {link / 1e9:.1f} GB/s a rank each way", flush=True)
@@ -249,12 +256,13 @@ def main() -> None:
     parser.add_argument("--k", default="2048,4096,7168,10240,14336,20480")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--graph", action="store_true")
+    parser.add_argument("--ahead", action="store_true", help="device time, the hosts ahead of it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--machine", type=Path, help="a machine file: its best plan is measured, too")
     options = parser.parse_args()
     given = {
         "machine": Machine.load(options.machine).to_dict() if options.machine else None,
-        "lane": options.lane, "graph": options.graph, "rounds": options.rounds,
+        "lane": options.lane, "graph": options.graph, "ahead": options.ahead, "rounds": options.rounds,
         "operators": options.operators.split(","), "m": [int(one) for one in options.m.split(",")],
         "k": [int(one) for one in options.k.split(",")],
     }  # fmt: skip
@@ -268,7 +276,8 @@ def main() -> None:
           f"{math.exp(statistics.mean(math.log(one) for one, _ in best)):.2f}")  # fmt: skip
     print(*summary(found), sep="\n")
     if options.out:
-        facts = environment({"link": f"virtual node of {options.ranks}, lane {options.lane}", "graph": options.graph})
+        link = f"virtual node of {options.ranks}, lane {options.lane}"
+        facts = environment({"link": link, "graph": options.graph, "ahead": options.ahead})
         options.out.write_text(json.dumps({"shapes": found, "environment": facts}, indent=1, default=str) + "\n")
 
 
