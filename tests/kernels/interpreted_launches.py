@@ -300,11 +300,12 @@ def test_a_gather_as_it_is_launched(pull: bool, rows: tuple[int, ...], k: int, l
 
 
 @pytest.mark.parametrize(("rows", "k", "n"), [((70, 70), 24, 136), ((300, 1, 165), 264, 520)])
-@pytest.mark.parametrize("pull", [False, True])
-def test_brought_rows_as_they_are_launched(pull: bool, rows: tuple[int, ...], k: int, n: int) -> None:
-    """Own tiles first, rows by a CTA of their own or by all that are over with them; a rank with odd columns among
-    them, which has the other kernel; calls in a row.
+@pytest.mark.parametrize("way", ["pushed", "beside", "at once", "narrow"])
+def test_brought_rows_as_they_are_launched(way: str, rows: tuple[int, ...], k: int, n: int) -> None:
+    """Own tiles first, rows by a CTA of their own or by all that are over with them; or by all before they multiply,
+    own tiles among the others'. A rank with odd columns among them, which has the other kernel; calls in a row.
     """
+    pull = way != "pushed"
     ranks = len(rows)
     node, nothing = Node(ranks, True, pull), Finish(None, "none")
     xs = [made(count, k, seed=rank) for rank, count in enumerate(rows)]
@@ -314,8 +315,12 @@ def test_brought_rows_as_they_are_launched(pull: bool, rows: tuple[int, ...], k:
         "all_gather_matmul", sum(rows), wide_, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS,
         shards=rows, bulk=True, together=pull,
     ) for wide_ in wides]  # fmt: skip
-    plan = dataclasses.replace(fused_plan(asked[0], "peer"), order="rotated", share=Share(CTAS, 1), piece=256)
+    share = Share(CTAS, 1) if way in ("pushed", "beside") else Share(CTAS - 1, CTAS - 1)
+    plan = dataclasses.replace(fused_plan(asked[0], "peer"), order="rotated", share=share, piece=256)
+    if way == "narrow":
+        plan = dataclasses.replace(plan, tile=fused.NARROW_TILE)
     plan.check(asked[0])
+    assert fused.at_once(plan) == (way in ("at once", "narrow"))
     for _ in range(3):
         outs = [poisoned(sum(rows), wide_) for wide_ in wides]
         node.run(lambda fabric, rank, outs=outs: fused_cuda.prepare(  # type: ignore[misc]

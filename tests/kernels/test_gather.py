@@ -14,6 +14,8 @@ from ptx import check_release_order
 from test_fused_tokens import interpreted
 from triton.backends.nvidia.compiler import get_ptxas
 
+from undertow.plan.fused import NARROW_TILE
+
 WIDTHS = (256, 1024)
 
 
@@ -70,15 +72,22 @@ def log(ptx: str) -> str:
 
 @pytest.mark.parametrize(
     "made",
-    [brought, lambda: brought(pull=False, ranks=8), lambda: brought(False, bias=True), lambda: brought(tile=(64, 256))],
-    ids=["pulled", "pushed to 8", "with tails", "few rows"],
+    [
+        brought,
+        lambda: brought(pull=False, ranks=8),
+        lambda: brought(False, bias=True),
+        lambda: brought(tile=(64, 256)),
+        lambda: brought(tile=NARROW_TILE, width=256),
+        lambda: brought(False, tile=NARROW_TILE, width=256, bias=True),
+    ],
+    ids=["pulled", "pushed to 8", "with tails", "few rows", "narrow", "narrow, with tails"],
 )
 def test_loads_of_brought_rows_run_ahead_from_tile_to_tile(made: Any) -> None:
     """Two main loops, own rows' and the others', each with one step's loads in it, the rest before it."""
     kernel = made()
     assert kernel.spills == 0
     assert not kernel.serialised
-    assert kernel.shared > 4 * (64 + 256) * 64 * 2
+    assert kernel.shared > 4 * (128 + 128) * 64 * 2
     loads = re.findall(r"cp\.async\.bulk\.tensor\.\d+d\.shared", kernel.ptx)
     assert len(loads) == 2 * 2 * STAGES
 
@@ -97,5 +106,17 @@ def test_brought_rows_are_told_of_when_they_are_there_and_waited_for() -> None:
         assert "barrier.red" in ptx[wait:fence]
 
 
+def test_narrow_tiles_of_odd_columns_fit_the_other_kernel() -> None:
+    """A rank whose columns cannot be stored 16 bytes at a time has it, whatever the plan's tile."""
+    kernel = gather(False, tile=NARROW_TILE, even=False, pull=True, width=256)
+    assert kernel.spills == 0
+    assert "serialized" not in log(kernel.ptx)
+
+
 def test_a_gather_as_it_is_launched() -> None:
     interpreted("interpreted_launches.py::test_a_gather_as_it_is_launched[True-rows1-264-1-True]")
+
+
+def test_brought_rows_as_they_are_launched() -> None:
+    name = "interpreted_launches.py::test_brought_rows_as_they_are_launched"
+    interpreted(*(f"{name}[{way}-rows0-24-136]" for way in ("beside", "at once", "narrow")))

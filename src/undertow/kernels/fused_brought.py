@@ -30,49 +30,10 @@ the rows, which all come later in the program.
 import triton
 import triton.language as tl
 
-from .fused_gather import fetch, place_of
+from .bring import bring
 from .gemm import ENTRY, multiply, store_tile
 from .signals import proxy_fence, signal_wait_all
-from .turns import LINE, tell
-
-_COPIED = tl.constexpr(32 << 10)  # elements that a CTA holds; while they are stored as many more are on their way
-
-
-@triton.jit
-def _bring(
-    x, pushes, tasks, counter, works, bases, word_bases, turn_row, turn_line, inner, stride, epoch, parts,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Parts of bands until there are no more. A part's word is set while the next part is on its way."""
-    ROWS: tl.constexpr = _COPIED // WIDTH if _COPIED // WIDTH < BLOCK_M // 2 else BLOCK_M // 2
-    task = tasks
-    if works:
-        task = tl.atomic_add(counter, 1, sem="relaxed")
-    ahead = fetch(x, pushes, task, tasks, parts, inner, stride, 0, ROWS, WIDTH)
-    first, told, offset = 0, 0, 0  # the words of which ranks, and where: of the part before
-    while task < tasks:
-        following = tl.atomic_add(counter, 1, sem="relaxed")
-        entry, column = pushes + task // parts * ENTRY, task % parts * WIDTH
-        rows, into = tl.load(entry + 1).to(tl.int32), turn_row + tl.load(entry + 3).to(tl.int32)
-        to, copies = tl.load(entry + 2).to(tl.int32), tl.load(entry + 5).to(tl.int32)
-        for top in tl.static_range(0, BLOCK_M, ROWS):
-            found = ahead
-            if top + ROWS < BLOCK_M:
-                ahead = fetch(x, pushes, task, tasks, parts, inner, stride, top + ROWS, ROWS, WIDTH)
-            else:
-                ahead = fetch(x, pushes, following, tasks, parts, inner, stride, 0, ROWS, WIDTH)
-            if top == 0:
-                tell(word_bases, first, told, offset, epoch, 0)
-            _, there, mask = place_of(0, rows, into, column, inner, stride, top, ROWS, WIDTH)
-            base = tl.load(bases + to)
-            for step in range(copies):
-                target = tl.multiple_of(base.to(tl.pointer_type(x.dtype.element_ty)), 16)
-                base = tl.load(bases + (to + 2 * RANKS - 1 - step) % RANKS)  # that of the next, in time
-                tl.store(target + there, found, mask=mask)
-        first, told = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
-        offset = (turn_line + tl.load(entry + 4).to(tl.int32)) * LINE + task % parts
-        task = following
-    tell(word_bases, first, told, offset, epoch, 0)
+from .turns import LINE
 
 
 @triton.jit
@@ -120,8 +81,11 @@ def fused_brought_kernel(
         total = multiply(mine, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
         store_tile(out, c, bias, total, table + stored * ENTRY, PARTS, BULK, EVEN, BIAS, ACTIVATION)
-    _bring(x, pushes, tasks, taken + turn * LINE, program < active, bases, word_bases, turn_row, turn_line, wide, apart,
-           epoch, parts, BLOCK_M, WIDTH, RANKS)  # fmt: skip
+    counter, task = taken + turn * LINE, tasks
+    if program < active:
+        task = tl.atomic_add(counter, 1, sem="relaxed")
+    bring(x, pushes, task, tasks, counter, bases, word_bases, turn_row, turn_line, wide, apart, epoch, parts, BLOCK_M,
+          WIDTH, RANKS, True)  # fmt: skip
     first = stored + programs  # where this CTA goes on
     for position in range(first, tl.minimum(here, first + early * stride_of), stride_of):
         _await(table, position, tiles, words, turn_line, parts, epoch, abort, error, deadline_ns)

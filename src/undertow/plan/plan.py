@@ -61,12 +61,12 @@ class Plan:
 
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above. Where tiles wait
     for rows, `share.communication_ctas` CTAs push them, in pieces of `piece` columns, before they multiply, or (`order`
-    "rotated") while the others multiply all own tiles first; where owners sum on a GPU, so many do only that
-    (`beside.py`). `split` is for few rows (all_reduce): 0 where owners sum, else in how many parts K
-    is cut for a one-shot exchange. `owners`: ranks own "rows" or, where few rows are summed by owners (all_reduce),
-    "columns". `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before the launch in front
-    of it has ended, 0: it begins after that. A rank's own tiles come last where they wait for the others'
-    (`fused.own_last`); elsewhere `order`, and `layout`, are "natural".
+    "rotated", `brought.py`) while the others multiply all own tiles first, or where all do so before all multiply;
+    where owners sum on a GPU, so many do only that (`beside.py`). `split` is for few rows (all_reduce): 0 where owners
+    sum, else in how many parts K is cut for a one-shot exchange. `owners`: ranks own "rows" or, where few rows are
+    summed by owners (all_reduce), "columns". `ahead`: of few rows on a GPU, elements along K whose weights a call asks
+    for before the launch in front of it has ended, 0: it begins after that. A rank's own tiles come last where they
+    wait for the others' (`fused.own_last`); elsewhere `order`, and `layout`, are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by

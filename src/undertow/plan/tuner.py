@@ -104,8 +104,9 @@ def short_list(candidates: Sequence[Plan]) -> list[Plan]:
     alike: Counter[str] = Counter()
     for plan in candidates:
         if not _is_serial(plan):
-            alike[plan.name] += 1
-            others.append((alike[plan.name], plan))
+            kind = f"{plan.name} {plan.order}"  # fused gathers have two orders, and a kernel for each
+            alike[kind] += 1
+            others.append((alike[kind], plan))
     others = [one for one in others if one[0] <= _ALIKE]
     others.sort(key=lambda one: one[0])  # stable: the best of each kind, then the second of each
     return serial + [plan for _, plan in others[:_MOST]]

@@ -1,0 +1,74 @@
+"""Rows of a gather that are brought by CTAs which multiply nothing meanwhile: `kernels/fused_brought.py`.
+
+A plan says so by its order, "rotated". Two forms, by `share.communication_ctas`:
+
+beside     some CTAs bring rows while the others multiply all own tiles, straight from x; then come the others' tiles.
+           Own tiles are groups of their own: weights are streamed once more than for groups that go on over the ends
+           of shards, which takes less time than the tiles of two bands or more.
+at once    all CTAs bring rows, then all multiply (`fused.at_once`; pulled rows only): own rows are read where the
+           others read them, so groups go on over the ends of shards. For few rows, which take a part of a tile's time.
+
+On an H200, four ranks, Llama-3 70B: of 4 and 16 bands a rank, one CTA of 33 that brings pulled rows beside the others
+was the fastest of all forms, and two took 3 to 13 % longer; of one band it took 4 and 13 % longer than rows that all
+bring before they multiply (`kernels/fused_gather.py`). Pushed rows between GPUs have not been measured.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import fused
+from .fused import arrival_of, awaited, grid_of, walked
+
+if TYPE_CHECKING:
+    from .plan import Plan
+    from .tiles import Integers
+
+BANDS = 2  # of a rank at least, from which on some CTAs bring rows beside the others
+AT_ONCE_BANDS = 2  # of a rank at most, up to which all bringing first may be worth a trial
+
+
+def early(steps: int, stages: int) -> int:
+    """How many tiles ahead a tile's rows are waited for, where loads of so many steps may be under way."""
+    return 1 + -(-stages // steps)
+
+
+def own_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:
+    """How many tiles at the beginning of the table read x and wait for nothing."""
+    grid = grid_of(shards, n, plan)
+    return 0 if _alike(shards, plan) else int(grid.band_counts[rank]) * grid.columns
+
+
+def _alike(shards: tuple[int, ...], plan: Plan) -> bool:
+    """Whether own tiles wait for rows as others do. A rank that is alone brings none."""
+    return fused.at_once(plan) and len(shards) > 1
+
+
+@lru_cache(256)
+def table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
+    """`fused.gather_table` in which all own tiles come first, in groups of their own; or (at once) wait like others."""
+    grid = grid_of(shards, n, plan)
+    arrival = arrival_of(grid, rank)
+    if _alike(shards, plan):
+        bands, columns = walked(arrival, plan, grid.columns)
+        return awaited(grid, bands, columns, plan, rank, own_too=True)
+    own = grid.band_counts[rank]
+    walks = [walked(which, plan, grid.columns) for which in (arrival[:own], arrival[own:])]
+    bands, columns = (np.concatenate(one) for one in zip(*walks, strict=True))
+    return awaited(grid, bands, columns, plan, rank)
+
+
+def way(operator: str, plan: Plan) -> str:
+    """How a fused plan for a GPU has rows brought, for people; "" where none are."""
+    bringing, every = plan.share.communication_ctas, plan.share.multiprocessors
+    if plan.grain != "fused" or operator != "all_gather_matmul" or bringing is None or every is None:
+        return ""
+    how = "pulled" if plan.pull else "pushed"
+    if fused.at_once(plan):
+        return f"rows {how}, brought by all {every} CTAs before they multiply"
+    if plan.order == "rotated":
+        return f"rows {how}, brought by {bringing} of {every} CTAs while the others multiply own ones"
+    return f"rows {how} by {min(bringing, every)} of {every} CTAs before they multiply"
