@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
-from undertow.plan import fused
+from undertow.plan import brought, fused
 from undertow.plan.defaults import fused_plan, gather_forms
 from undertow.plan.plan import Plan
 from undertow.plan.problem import Problem
@@ -71,7 +71,8 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
 
 def gather_plans(problem: Problem, loaders: list[int]) -> dict[str, Plan]:
     """What is tried, by name: the default; rows pushed by so many CTAs before they multiply; brought by one or two of
-    them beside the others, or by all at once, also in narrow tiles; and, where they are pulled, pushed instead."""
+    them beside the others, or by all at once, also in narrow tiles and with K of the last tiles cut; and, where rows
+    are pulled, pushed instead."""
     forms = gather_forms(problem, "peer")
     before, beside, at_once = (forms.get(name) for name in ("before", "beside", "at once"))
     assert before is not None
@@ -84,6 +85,9 @@ def gather_plans(problem: Problem, loaders: list[int]) -> dict[str, Plan]:
         wanted[f"fused, {count} beside"] = replace(beside, share=replace(beside.share, communication_ctas=count))
     if at_once is not None:
         wanted |= {"fused, at once": at_once, "fused, at once, narrow": replace(at_once, tile=fused.NARROW_TILE)}
+        parts = brought.split_of(problem.grid(at_once).tiles, fused.multiplying(active, at_once))
+        if parts:
+            wanted["fused, at once, split"] = replace(at_once, split=parts)
     if before.pull:
         wanted["fused, pushed"] = gather_forms(replace(problem, together=False), "peer")["before"]
     names: dict[Plan, str] = {}

@@ -18,7 +18,7 @@ from matmul_suite import Case
 import undertow as ut
 from undertow.errors import StrategyUnavailable
 from undertow.ops.matmul_all_reduce import reference
-from undertow.plan import fused
+from undertow.plan import brought, fused
 from undertow.plan.defaults import fused_plan, gather_forms
 from undertow.plan.plan import Plan, Share
 from undertow.plan.problem import Problem
@@ -266,8 +266,8 @@ def rows_are_brought_while_own_tiles_are_multiplied(group: ut.Group) -> None:
 
 @check
 def few_rows_are_brought_by_all_at_once(group: ut.Group) -> None:
-    """In tiles of both widths, K of one step and of many, one band a rank and more; a rank with odd columns has the
-    other kernel, and compiles it when the others have theirs."""
+    """In tiles of both widths, with K of the last tiles cut, of one step and of many, one band a rank and more; a rank
+    with odd columns has the other kernel, and compiles it when the others have theirs."""
     for rows, inner, columns in (
         ([128] * group.size, 1032, 776),
         ([70 + 90 * one for one in range(group.size)], 64, 520),
@@ -276,6 +276,9 @@ def few_rows_are_brought_by_all_at_once(group: ut.Group) -> None:
         active = max(1, group.fabric.multiprocessors - 1)
         usual = replace(fused_plan(problem, "peer"), order="rotated", share=Share(active, active))
         plans = [replace(usual, tile=tile, piece=256) for tile in (fused.GPU_TILES[0], fused.NARROW_TILE)]
+        tiles = problem.grid(plans[0]).tiles
+        split = brought.split_of(tiles, active) or 2
+        plans.append(replace(plans[0], split=split))
         assert all(fused.at_once(plan) for plan in plans)
         gather_in_a_row(group, rows, inner, columns, plans)
         gather_in_a_row(group, rows, inner, columns - 3 * (group.rank == 1), plans)

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from undertow.kernels import bring, fused_brought, fused_exchange, fused_gather, fused_scatter, gemm
+from undertow.kernels import bring, fused_brought, fused_exchange, fused_gather, fused_scatter, gemm, last_wave
 from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference
 from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference
 from undertow.plan import fused, reorder, tokens
@@ -68,7 +68,7 @@ def no_fence():
     pass
 
 
-for _module in (bring, fused_brought, fused_exchange, fused_gather, fused_scatter):
+for _module in (bring, fused_brought, fused_exchange, fused_gather, fused_scatter, last_wave):
     for _name, _other in (
         ("has_bulk_copies", bulk_copies), ("tell", told), ("take_turn", no_turn), ("signal_wait_all", no_wait),
         ("set_after_bulk_stores", set_word), ("proxy_fence", no_fence),

@@ -303,28 +303,63 @@ def test_both_kernels_of_a_gather_are_measured() -> None:
         asked = problem("all_gather_matmul", m=m, n=2560, together=True)
         listed = short_list([plan for plan, _ in ranked(asked, MACHINE, ["peer"])])
         assert {fused.brought(asked, plan) for plan in listed if plan.grain == "fused"} == {True, False}
+        assert fused_plan(asked, "peer") in listed
 
 
-@pytest.mark.parametrize(("m", "n", "narrow"), [(512, 2560, True), (512, 14336, False), (2048, 2560, False)])
-def test_few_rows_are_brought_by_all_and_in_narrow_tiles_where_waves_are_fuller(m: int, n: int, narrow: bool) -> None:
+@pytest.mark.parametrize(
+    ("m", "n", "wanted"),
+    [
+        (512, 2560, [((128, 256), 0), ((128, 128), 0), ((128, 256), 4)]),  # 40 tiles on 32 CTAs: 8 of them in 4 parts
+        (512, 14336, [((128, 256), 0)]),  # 224: 7 full waves
+        (512, 9216, [((128, 256), 0), ((128, 128), 0), ((128, 256), 2)]),  # 144: 16 in 2; 288 narrow ones: 9 waves
+        (1024, 2560, [((128, 256), 0), ((128, 128), 0), ((128, 256), 2)]),
+        (2048, 2560, []),
+    ],
+)
+def test_few_rows_are_brought_by_all_and_tried_where_waves_are_fuller(
+    m: int, n: int, wanted: list[tuple[tuple[int, int], int]]
+) -> None:
     asked = problem("all_gather_matmul", m=m, n=n, together=True)
     found = [plan for plan in fused_plans(asked) if fused.at_once(plan)]
-    tiles = [(128, 256), *([(128, 128)] if narrow else [])]
-    assert [plan.tile for plan in found] == (tiles if m == 512 else [])
+    assert [(plan.tile, plan.split) for plan in found] == wanted
+    usual = predict(asked, found[0], MACHINE).gemm if found else 0.0
     for plan in found:
         assert (plan.share, fused.multiplying(32, plan)) == (Share(32, 32), 32)
         assert -(-asked.k // plan.piece) == 16  # 256 columns each: K of 4096 has no more
+        assert plan == found[0] or predict(asked, plan, MACHINE).gemm < usual
+        for parts in (1, 3, 16):
+            with pytest.raises(InvalidArgument, match=r"plan\.split"):
+                replace(plan, split=parts).check(asked)
+    if m > 512:
+        with pytest.raises(InvalidArgument, match=r"plan\.split"):
+            replace(fused_plan(asked, "peer"), split=4).check(asked)
     other = problem("matmul_reduce_scatter")
     with pytest.raises(InvalidArgument, match=r"plan\.tile"):
         replace(fused_plan(other, "peer"), tile=fused.NARROW_TILE).check(other)
 
 
+@pytest.mark.parametrize("workers", [0, 1, 2, 15, 32, 132])
+@pytest.mark.parametrize("tiles", [0, 1, 5, 40, 80, 144])
+def test_the_parts_of_the_last_tiles_find_a_cta_each(tiles: int, workers: int) -> None:
+    parts = brought.split_of(tiles, workers)
+    plan = replace(plan_of((128, 256), 8), split=parts)
+    last = brought.last_tiles(tiles, workers, plan)
+    assert last * parts <= workers
+    assert (last > 0) == (parts > 0)
+    if parts:
+        assert (tiles - last) % workers == 0
+        assert parts == 8 or 2 * parts * last > workers
+    for other in brought.SPLITS:  # a rank with other columns
+        assert brought.last_tiles(tiles, workers, replace(plan, split=other)) * other <= workers
+
+
 def test_how_rows_are_brought_is_told() -> None:
-    many, few = (problem("all_gather_matmul", m=m, together=True) for m in (8192, 512))
+    many, few = (problem("all_gather_matmul", m=m, n=2560, together=True) for m in (8192, 512))
     said = {brought.way(many.operator, plan) for plan in (*fused_plans(many), *fused_plans(few))}
     assert {
         "rows pulled, brought by 1 of 33 CTAs while the others multiply own ones",
         "rows pulled, brought by all 32 CTAs before they multiply",
+        "rows pulled, brought by all 32 CTAs before they multiply, K of the last tiles in 4 parts",
         "rows pulled by 8 of 32 CTAs before they multiply",
         "rows pushed by 32 of 32 CTAs before they multiply",
     } <= said

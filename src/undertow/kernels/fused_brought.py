@@ -9,6 +9,7 @@ the others' rows. What is not brought yet when a CTA has no more own tiles, it h
     CTAs:     those that multiply: own tiles in fixed turns        out = finish(x @ b)
               all: bring what is left
               those that multiply: the others' tiles               out = finish(rows @ b)
+              SPLIT: tiles of a last wave, a part of K each        (`last_wave.py`)
 
 A tile's loads begin before the tile in front of it is finished, so its rows are waited for `early` tiles ahead: at the
 end of a tile, for the one that the CTA computes `early` tiles later, and before the loop for the first of them. With
@@ -32,6 +33,7 @@ import triton.language as tl
 
 from .bring import bring
 from .gemm import ENTRY, multiply, store_tile
+from .last_wave import multiply_parts, sum_parts
 from .signals import proxy_fence, signal_wait_all
 from .turns import LINE
 
@@ -48,6 +50,7 @@ def _await(table, position, tiles, words, turn_line, parts, epoch, abort, error,
 _FREE = [
     *("bias", "table", "pushes", "bases", "word_bases", "words", "epochs", "taken", "own", "tiles", "tasks", "active"),
     *("multiplying", "early", "capacity", "lines", "parts", "inner", "stride", "abort", "error", "deadline_ns"),
+    *("last", "spare", "rank"),
 ]
 
 
@@ -56,13 +59,14 @@ def fused_brought_kernel(
     mine, gathered, b, c, x, out, bias, table, pushes, bases, word_bases, words, epochs, taken,
     own: tl.int32, tiles: tl.int32, tasks: tl.int32, active: tl.int32, multiplying: tl.int32, early: tl.int32,
     inner: tl.int32, stride: tl.int64, capacity: tl.int32, lines: tl.int32, parts: tl.int32,
-    abort, error, deadline_ns: tl.int64,
+    partial, last: tl.int32, spare: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, PULL: tl.constexpr,
+    WIDTH: tl.constexpr, RANKS: tl.constexpr, PULL: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Arguments as those of `fused_gather_kernel`; GPUs with TMA only. The first `active` CTAs work, the first
-    `multiplying` of them multiply. `tasks`: all parts of all bands of `pushes`.
+    `multiplying` of them multiply. `tasks`: all parts of all bands of `pushes`. SPLIT > 0: K of the `last` tiles is cut
+    into so many parts, one for each CTA at most, which `partial` has room for; their words begin in line `spare`.
     """
     program, programs = tl.program_id(0), multiplying
     epoch = tl.load(epochs + program, volatile=True) + 1
@@ -72,6 +76,8 @@ def fused_brought_kernel(
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
     steps = tl.cdiv(inner, BLOCK_K)
+    if SPLIT:
+        tiles -= last
     here = tl.where(program < programs, tiles, 0)
     stride_of = tl.maximum(programs, 1)  # the loops divide by it
     stored = program - programs
@@ -98,4 +104,11 @@ def fused_brought_kernel(
         stored += programs
         _await(table, stored + early * programs, tiles, words, turn_line, parts, epoch, abort, error, deadline_ns)
         store_tile(out, c, bias, total, table + stored * ENTRY, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+    if SPLIT:
+        limit = tl.where(program < programs, last * SPLIT, 0)
+        multiply_parts(gathered, b, partial, table, tiles, limit, words, word_bases, rank, turn_row, turn_line, spare,
+                       parts, steps, epoch, program, stride_of, abort, error, deadline_ns, BLOCK_M, BLOCK_N, BLOCK_K,
+                       TRANSPOSED, PULL, SPLIT)  # fmt: skip
+        sum_parts(out, bias, partial, table, tiles, limit, words, spare, epoch, program, stride_of, abort, error,
+                  deadline_ns, BLOCK_M, BLOCK_N, BIAS, ACTIVATION, SPLIT)  # fmt: skip
     tl.store(epochs + program, epoch)

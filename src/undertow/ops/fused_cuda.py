@@ -178,6 +178,17 @@ def _rows_of(plan: Plan, fabric: CudaFabric, stage: Stage, k: int, block_k: int)
     return buffer, stage.describe(("gathered", plan.tile[0]), lambda: descriptor(buffer, block))
 
 
+def _partial(plan: Plan, fabric: CudaFabric, stage: Stage) -> torch.Tensor:
+    """Room for a part of a tile's sum of each CTA, where a plan cuts K."""
+    assert plan.tile is not None
+    if not plan.split:
+        return stage.taken
+    shape = fabric.multiprocessors, *plan.tile
+    return stage.describe(  # type: ignore[no-any-return]
+        ("partial", plan.tile), lambda: torch.empty(shape, dtype=torch.float32, device=fabric.device)
+    )
+
+
 def gather_launch(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -225,21 +236,26 @@ def gather_launch(
         }  # fmt: skip
     else:
         early = brought.early(-(-k // both.block_k), both.stages)
-        known |= {"own": own, "early": early, "lines": stage.lines // 2}
+        known |= {
+            "own": own, "early": early, "lines": stage.lines // 2, "spare": stage.lines, "rank": fabric.group.rank,
+            "SPLIT": plan.split,
+        }  # fmt: skip
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         a, b = both.operands((block_m, block_n))
         c = descriptor(y, [block_m, block_n // halves]) if bulk else stage.taken
         if own is None:
-            roles = {"loaders": min(working, plan.share.communication_ctas or 1)}
+            roles: dict[str, Any] = {"loaders": min(working, plan.share.communication_ctas or 1)}
         else:
-            roles = {"multiplying": fused.multiplying(working, plan)}
+            multiplying = fused.multiplying(working, plan)
+            last = brought.last_tiles(len(table) - own, multiplying, plan)
+            roles = {"multiplying": multiplying, "last": last, "partial": _partial(plan, fabric, stage)}
         kernel[(fabric.multiprocessors,)](
             a, gathered, b, c, both.a, y, bias, table, pushes, stage.bases, stage.word_bases, stage.words.local, epochs,
             stage.taken, active=working, **roles, **known,
         )  # fmt: skip
 
-    common = "gather", announced, plan.order, plan.pull, plan.tile, plan.piece, x.dtype, both.grouped
+    common = "gather", announced, plan.order, plan.pull, plan.split, plan.tile, plan.piece, x.dtype, both.grouped
     # Columns, and so which of the kernels it is, bias and activation are each rank's own.
     variant = (own is None, both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
     load(fabric, stage, common, variant, launch)

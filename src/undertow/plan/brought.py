@@ -7,6 +7,8 @@ beside     some CTAs bring rows while the others multiply all own tiles, straigh
            of shards, which takes less time than the tiles of two bands or more.
 at once    all CTAs bring rows, then all multiply (`fused.at_once`; pulled rows only): own rows are read where the
            others read them, so groups go on over the ends of shards. For few rows, which take a part of a tile's time.
+           Few rows are few tiles, too, and a last wave may leave most CTAs idle. There K of its tiles may be cut into
+           `plan.split` parts, a CTA each, which all of them sum (`kernels/last_wave.py`).
 
 On an H200, four ranks, Llama-3 70B: of 4 and 16 bands a rank, one CTA of 33 that brings pulled rows beside the others
 was the fastest of all forms, and two took 3 to 13 % longer; of one band it took 4 and 13 % longer than rows that all
@@ -29,11 +31,24 @@ if TYPE_CHECKING:
 
 BANDS = 2  # of a rank at least, from which on some CTAs bring rows beside the others
 AT_ONCE_BANDS = 2  # of a rank at most, up to which all bringing first may be worth a trial
+SPLITS = (2, 4, 8)  # parts that K of the last tiles may be cut into
 
 
 def early(steps: int, stages: int) -> int:
     """How many tiles ahead a tile's rows are waited for, where loads of so many steps may be under way."""
     return 1 + -(-stages // steps)
+
+
+def last_tiles(tiles: int, workers: int, plan: Plan) -> int:
+    """How many of so many tiles have their K cut: those of a last wave, if their parts find a CTA each."""
+    left = tiles % max(1, workers)
+    return left if plan.split > 0 and left * plan.split <= workers else 0
+
+
+def split_of(tiles: int, workers: int) -> int:
+    """Into how many parts K of a last wave's tiles is best cut; 0: it is full enough."""
+    left = tiles % max(1, workers)
+    return max((parts for parts in SPLITS if left and left * parts <= workers), default=0)
 
 
 def own_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:
@@ -68,7 +83,8 @@ def way(operator: str, plan: Plan) -> str:
         return ""
     how = "pulled" if plan.pull else "pushed"
     if fused.at_once(plan):
-        return f"rows {how}, brought by all {every} CTAs before they multiply"
+        cut = f", K of the last tiles in {plan.split} parts" if plan.split else ""
+        return f"rows {how}, brought by all {every} CTAs before they multiply{cut}"
     if plan.order == "rotated":
         return f"rows {how}, brought by {bringing} of {every} CTAs while the others multiply own ones"
     return f"rows {how} by {min(bringing, every)} of {every} CTAs before they multiply"

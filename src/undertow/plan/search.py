@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import climb, flash_overlap, fused, pipeline, staged
+from . import brought, climb, flash_overlap, fused, pipeline, staged
 from .defaults import BESIDE_CTAS, default_plan, fused_plan, gather_forms
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
@@ -123,7 +123,8 @@ def fused_plans(problem: Problem) -> list[Plan]:
 
 
 def _gathers(problem: Problem) -> list[Plan]:
-    """Every form of a fused gather; where all bring rows at once, also in narrower tiles if those fill waves better."""
+    """Every form of a fused gather; where all bring rows at once also, if that fills waves better, in narrower tiles
+    or with K of the last ones cut."""
     forms = gather_forms(problem, "peer")
     found = list(forms.values())
     before, at_once = forms["before"], forms.get("at once")
@@ -134,6 +135,8 @@ def _gathers(problem: Problem) -> list[Plan]:
         narrow = dataclasses.replace(at_once, tile=fused.NARROW_TILE)
         if _wave_area(problem, narrow) < _wave_area(problem, at_once):
             found.append(narrow)
+        parts = brought.split_of(problem.grid(at_once).tiles, workers_of(problem, at_once))
+        found += [dataclasses.replace(at_once, split=parts)] if parts else []
     if problem.together:  # pushing takes more of the memory they share, and reads less often what is far
         found.append(gather_forms(dataclasses.replace(problem, together=False), "peer")["before"])
     return found
