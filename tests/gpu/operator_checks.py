@@ -266,19 +266,16 @@ def rows_are_brought_while_own_tiles_are_multiplied(group: ut.Group) -> None:
 
 @check
 def few_rows_are_brought_by_all_at_once(group: ut.Group) -> None:
-    """In tiles of both widths, with K of the last tiles cut, of one step and of many, one band a rank and more; a rank
+    """In tiles of both widths and with K of the last ones cut, all of them or some; K of one step and of many. A rank
     with odd columns has the other kernel, and compiles it when the others have theirs."""
-    for rows, inner, columns in (
-        ([128] * group.size, 1032, 776),
-        ([70 + 90 * one for one in range(group.size)], 64, 520),
-    ):
+    rows = [70 + 90 * rank for rank in range(group.size)]
+    for inner, columns in ((1032, 232), (64, 2248)):
         problem = gathering(group, rows, inner, columns)[2]
         active = max(1, group.fabric.multiprocessors - 1)
         usual = replace(fused_plan(problem, "peer"), order="rotated", share=Share(active, active))
         plans = [replace(usual, tile=tile, piece=256) for tile in (fused.GPU_TILES[0], fused.NARROW_TILE)]
-        tiles = problem.grid(plans[0]).tiles
-        split = brought.split_of(tiles, active) or 2
-        plans.append(replace(plans[0], split=split))
+        plans.append(replace(plans[0], split=brought.split_of(problem.grid(plans[0]).tiles, active)))
+        assert plans[2].split > 0
         assert all(fused.at_once(plan) for plan in plans)
         gather_in_a_row(group, rows, inner, columns, plans)
         gather_in_a_row(group, rows, inner, columns - 3 * (group.rank == 1), plans)
