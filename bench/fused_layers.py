@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
-from undertow.plan import brought, fused
+from undertow.plan.brought import fuller_waves
 from undertow.plan.defaults import fused_plan, gather_forms
 from undertow.plan.plan import Plan
 from undertow.plan.problem import Problem
@@ -84,10 +84,9 @@ def gather_plans(problem: Problem, loaders: list[int]) -> dict[str, Plan]:
     for count in (1, 2) if beside is not None else ():
         wanted[f"fused, {count} beside"] = replace(beside, share=replace(beside.share, communication_ctas=count))
     if at_once is not None:
-        wanted |= {"fused, at once": at_once, "fused, at once, narrow": replace(at_once, tile=fused.NARROW_TILE)}
-        parts = brought.split_of(problem.grid(at_once).tiles, fused.multiplying(active, at_once))
-        if parts:
-            wanted["fused, at once, split"] = replace(at_once, split=parts)
+        wanted["fused, at once"] = at_once
+        for plan in fuller_waves(problem, at_once):
+            wanted[f"fused, at once, {'split' if plan.split else 'narrow'}"] = plan
     if before.pull:
         wanted["fused, pushed"] = gather_forms(replace(problem, together=False), "peer")["before"]
     names: dict[Plan, str] = {}

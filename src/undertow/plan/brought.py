@@ -17,6 +17,7 @@ bring before they multiply (`kernels/fused_gather.py`). Pushed rows between GPUs
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from .fused import arrival_of, awaited, grid_of, walked
 
 if TYPE_CHECKING:
     from .plan import Plan
+    from .problem import Problem
     from .tiles import Integers
 
 BANDS = 2  # of a rank at least, from which on some CTAs bring rows beside the others
@@ -49,6 +51,25 @@ def split_of(tiles: int, workers: int) -> int:
     """Into how many parts K of a last wave's tiles is best cut; 0: it is full enough."""
     left = tiles % max(1, workers)
     return max((parts for parts in SPLITS if left and left * parts <= workers), default=0)
+
+
+def fuller_waves(problem: Problem, plan: Plan) -> list[Plan]:
+    """`plan`, by which all bring rows at once, in narrower tiles and with K of the last ones cut: each only if that
+    fills waves better."""
+    narrow = replace(plan, tile=fused.NARROW_TILE)
+    found = [narrow] if _wave_area(problem, narrow) < _wave_area(problem, plan) else []
+    parts = split_of(problem.grid(plan).tiles, _workers(problem, plan))
+    return found + ([replace(plan, split=parts)] if parts else [])
+
+
+def _wave_area(problem: Problem, plan: Plan) -> int:
+    """Elements of the result that a CTA has time for until the last wave is over."""
+    assert plan.tile is not None
+    return problem.grid(plan).waves(_workers(problem, plan)) * plan.tile[0] * plan.tile[1]
+
+
+def _workers(problem: Problem, plan: Plan) -> int:
+    return fused.multiplying(plan.share.multiprocessors or problem.multiprocessors, plan)
 
 
 def own_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:

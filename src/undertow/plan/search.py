@@ -123,29 +123,17 @@ def fused_plans(problem: Problem) -> list[Plan]:
 
 
 def _gathers(problem: Problem) -> list[Plan]:
-    """Every form of a fused gather; where all bring rows at once also, if that fills waves better, in narrower tiles
-    or with K of the last ones cut."""
+    """Every form of a fused gather."""
     forms = gather_forms(problem, "peer")
     found = list(forms.values())
     before, at_once = forms["before"], forms.get("at once")
     counts = {min(ctas, before.share.multiprocessors or ctas) for ctas in _LOADERS}
     for ctas in sorted(counts):  # more CTAs that push bring the rows sooner, and compute less
         found.append(dataclasses.replace(before, share=dataclasses.replace(before.share, communication_ctas=ctas)))
-    if at_once is not None:
-        narrow = dataclasses.replace(at_once, tile=fused.NARROW_TILE)
-        if _wave_area(problem, narrow) < _wave_area(problem, at_once):
-            found.append(narrow)
-        parts = brought.split_of(problem.grid(at_once).tiles, workers_of(problem, at_once))
-        found += [dataclasses.replace(at_once, split=parts)] if parts else []
+    found += brought.fuller_waves(problem, at_once) if at_once is not None else []
     if problem.together:  # pushing takes more of the memory they share, and reads less often what is far
         found.append(gather_forms(dataclasses.replace(problem, together=False), "peer")["before"])
     return found
-
-
-def _wave_area(problem: Problem, plan: Plan) -> int:
-    """Elements of the result that a CTA has time for until the last wave is over."""
-    assert plan.tile is not None
-    return problem.grid(plan).waves(workers_of(problem, plan)) * plan.tile[0] * plan.tile[1]
 
 
 def _other_ways(first: Plan) -> list[dict[str, Any]]:
