@@ -16,7 +16,8 @@ end of a tile, for the one that the CTA computes `early` tiles later, and before
 loads of at most STAGES steps under way, `early` = 1 + ceil(STAGES / steps of a tile) is enough: what is waited for at
 the end of tile t is loaded no earlier than STAGES steps before the first of tile t + early, which is in tile t + 1.
 
-Tables as in `fused_gather`, own tiles first: `own` of the `tiles` of `table` are.
+Tables as in `fused_gather`, own tiles first: `own` of the `tiles` of `table` are. There may be none of them (PULL):
+then all CTAs bring rows first, and tiles of own rows read them where the others read them, too.
 
 Nobody waits for ever: words are waited for by CTAs of a rank all of whose parts have been taken, each by a CTA that
 brings it without waiting. Buffers, words and the count of parts taken are used in turn by two calls, as there.
