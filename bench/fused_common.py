@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -203,7 +204,9 @@ class Bench:
         ready = {name: self.sampler(call, calls, sets) for name, call in good.items()}
         seconds: dict[str, list[float]] = {name: [] for name in ready}
         for turn in range(self.options["rounds"] + 1):
-            for name, (sample, _) in ready.items():
+            # In another order each time, the same on all ranks: a card that was busy runs slower for a while.
+            for name in random.Random(turn).sample(list(ready), len(ready)):
+                sample, _ = ready[name]
                 torch.cuda.synchronize()
                 self.group.barrier()
                 took = self.group.reduce_max([sample()])[0]

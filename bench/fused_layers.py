@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
-from undertow.plan.defaults import fused_plan
+from undertow.plan.brought import fuller_waves
+from undertow.plan.defaults import fused_plan, gather_forms
 from undertow.plan.plan import Plan
+from undertow.plan.problem import Problem
 
 ROTATED = 200 << 20  # bytes of weights that decode calls take in turn
 
@@ -67,6 +69,32 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
     return found, want, (y, out, scattered.local)
 
 
+def gather_plans(problem: Problem, loaders: list[int]) -> dict[str, Plan]:
+    """What is tried, by name: the default; rows pushed by so many CTAs before they multiply; brought by one or two of
+    them beside the others, or by all at once, also in narrow tiles and with K of the last tiles cut; and, where rows
+    are pulled, pushed instead."""
+    forms = gather_forms(problem, "peer")
+    before, beside, at_once = (forms.get(name) for name in ("before", "beside", "at once"))
+    assert before is not None
+    active = before.share.multiprocessors or problem.multiprocessors
+    wanted: dict[str, Plan] = {"fused": fused_plan(problem, "peer"), "fused, before": before}
+    for count in sorted({min(one, active) for one in loaders}):
+        share = replace(before.share, communication_ctas=count)
+        wanted[f"fused, {count} before"] = replace(before, share=share)
+    for count in (1, 2) if beside is not None else ():
+        wanted[f"fused, {count} beside"] = replace(beside, share=replace(beside.share, communication_ctas=count))
+    if at_once is not None:
+        wanted["fused, at once"] = at_once
+        for plan in fuller_waves(problem, at_once):
+            wanted[f"fused, at once, {'split' if plan.split else 'narrow'}"] = plan
+    if before.pull:
+        wanted["fused, pushed"] = gather_forms(replace(problem, together=False), "peer")["before"]
+    names: dict[Plan, str] = {}
+    for name, plan in wanted.items():
+        names.setdefault(plan, name)  # what is the default, too, is measured once
+    return {name: plan for plan, name in names.items()}
+
+
 def gather(bench: Bench, m: int, k: int, n: int) -> Made:
     """all_gather_matmul: x [m / ranks, k], w [k, n]."""
     problem = bench.problem("all_gather_matmul", m, n, k)
@@ -76,25 +104,14 @@ def gather(bench: Bench, m: int, k: int, n: int) -> Made:
     x = whole[bench.rank * shard : (bench.rank + 1) * shard].clone()
     want = whole @ w
     y, out = (torch.empty(m, n, device=bench.device, dtype=BF16) for _ in range(2))
-    plan = fused_plan(problem, "peer")
-    assert plan.tile is not None
-    alone = bench.gemm(whole, w, y, plan.tile)
-    found: Variants = {
-        "cublas": lambda _: torch.mm(whole, w, out=y), "gemm": lambda _: (alone(), y)[1],
-        "fused": bench.fused(x, w, out, problem, plan),
-    }  # fmt: skip
-    active = plan.share.multiprocessors or bench.sms
-    for loaders in sorted({min(one, active) for one in bench.options["loaders"]}):
-        if loaders != plan.share.communication_ctas:
-            other = replace(plan, share=replace(plan.share, communication_ctas=loaders))
-            found[f"fused {loaders}"] = bench.fused(x, w, out, problem, other)
-    for bringing in (1, 2):
-        share = replace(plan.share, multiprocessors=bench.sms, communication_ctas=bringing)
-        other = replace(plan, order="rotated", share=share)
-        found[f"fused, {bringing} bring"] = bench.fused(x, w, out, problem, other)
-    if plan.pull:
-        pushed = fused_plan(replace(problem, together=False), "peer")
-        found["fused, pushed"] = bench.fused(x, w, out, problem, pushed)
+    plans = gather_plans(problem, bench.options["loaders"])
+    found: Variants = {"cublas": lambda _: torch.mm(whole, w, out=y)}
+    tiles = {plan.tile: "gemm" if name == "fused" else "gemm, narrow" for name, plan in reversed(plans.items())}
+    for tile, name in tiles.items():
+        assert tile is not None
+        alone = bench.gemm(whole, w, y, tile)
+        found[name] = lambda _, alone=alone: (alone(), y)[1]  # type: ignore[misc]
+    found |= {name: bench.fused(x, w, out, problem, plan) for name, plan in plans.items()}
     source, gathered = bench.buffer("out", shard * k), bench.buffer("source", m * k)
     source.local.view(shard, k).copy_(x)
     for ctas in bench.ctas():

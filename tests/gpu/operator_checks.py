@@ -18,7 +18,9 @@ from matmul_suite import Case
 import undertow as ut
 from undertow.errors import StrategyUnavailable
 from undertow.ops.matmul_all_reduce import reference
-from undertow.plan.defaults import fused_plan
+from undertow.plan import brought, fused
+from undertow.plan.defaults import fused_plan, gather_forms
+from undertow.plan.plan import Plan, Share
 from undertow.plan.problem import Problem
 
 CHECK_SECONDS = 240
@@ -218,42 +220,11 @@ def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
                 print(f"{number} mixed calls", flush=True)
 
 
-@check
-def rows_are_brought_while_own_tiles_are_multiplied(group: ut.Group) -> None:
-    """Pulled and pushed, by one CTA and by several; K of one step and of many; calls in a row with a rank late, each
-    with other numbers: rows that are read before they are there are those of two calls ago.
-    """
-    rows = [700 + 130 * rank for rank in range(group.size)]
+def gathering(
+    group: ut.Group, rows: list[int], inner: int, columns: int
+) -> tuple[list[torch.Tensor], torch.Tensor, Problem, torch.Tensor]:
+    """Rows of all ranks, the weights here, the problem, and what all_gather_matmul must give here."""
     case = Case("all_gather_matmul", "fused:peer", torch.bfloat16, (0, 0, 0), SEEDS[0])
-    for inner, columns in ((64, 520), (1032, 776), (136, 2048)):
-        mine = [matmul_suite.integers(count, inner, 5 + rank, case, group.device) for rank, count in enumerate(rows)]
-        w = matmul_suite.integers(inner, columns, 50 + group.rank, case, group.device)
-        problem = Problem.of(
-            "all_gather_matmul", sum(rows), columns, inner, dtype="bfloat16", ranks=group.size, device="cuda",
-            multiprocessors=group.fabric.multiprocessors, shards=rows, bulk=group.fabric.bulk_copies,
-            together=group.fabric.together,
-        )  # fmt: skip
-        want = (torch.cat(mine).double() @ w.double()).to(torch.bfloat16)
-        for pull, bringing in ((True, 1), (True, 4), (False, 1), (False, 3)):
-            usual = fused_plan(replace(problem, together=pull), "peer")
-            plan = replace(usual, order="rotated", share=replace(usual.share, communication_ctas=bringing))
-            plan.check(problem)
-            results = []
-            for turn in range(12):
-                if group.rank == turn % group.size:
-                    torch.cuda._sleep(3_000_000)
-                x = mine[group.rank] * (turn + 1)
-                results.append(ut.all_gather_matmul(x, w, rows=rows, group=group, plan=plan))
-            for turn, y in enumerate(results):
-                assert torch.equal(y, want * (turn + 1)), (inner, pull, bringing, turn)
-
-
-@check
-def rows_are_pushed_or_pulled(group: ut.Group) -> None:
-    """Rows that are pushed and pulled; gathered ones kept for the gradient."""
-    case = Case("all_gather_matmul", "fused:peer", torch.bfloat16, (0, 0, 0), SEEDS[0])
-    rows = [300 + 7 * rank for rank in range(group.size)]
-    inner, columns = 264, 520
     mine = [matmul_suite.integers(count, inner, 5 + rank, case, group.device) for rank, count in enumerate(rows)]
     w = matmul_suite.integers(inner, columns, 50 + group.rank, case, group.device)
     problem = Problem.of(
@@ -261,17 +232,76 @@ def rows_are_pushed_or_pulled(group: ut.Group) -> None:
         multiprocessors=group.fabric.multiprocessors, shards=rows, bulk=group.fabric.bulk_copies,
         together=group.fabric.together,
     )  # fmt: skip
-    want = (torch.cat(mine).double() @ w.double()).to(torch.bfloat16)
-    for turn in range(6):
-        plan = fused_plan(replace(problem, together=turn % 2 == 0), "peer")
-        assert plan.pull == (turn % 2 == 0)
-        x, weight = mine[group.rank].clone().requires_grad_(turn > 3), w.clone().requires_grad_(turn > 3)
-        y = ut.all_gather_matmul(x, weight, rows=rows, group=group, plan=plan)
-        assert torch.equal(y, want), (turn, plan)
-        if turn > 3:
-            y.backward(torch.ones_like(y))
-            assert weight.grad is not None
-            assert torch.equal(weight.grad, torch.cat(mine).double().sum(0)[:, None].expand_as(w).to(torch.bfloat16))
+    return mine, w, problem, (torch.cat(mine).double() @ w.double()).to(torch.bfloat16)
+
+
+def gather_in_a_row(group: ut.Group, rows: list[int], inner: int, columns: int, plans: list[Plan]) -> None:
+    """Calls in a row with a rank late, each with other numbers: rows that are read before they are there are those of
+    two calls ago."""
+    mine, w, problem, want = gathering(group, rows, inner, columns)
+    for plan in plans:
+        plan.check(problem)
+        results = []
+        for turn in range(12):
+            if group.rank == turn % group.size:
+                torch.cuda._sleep(3_000_000)
+            x = mine[group.rank] * (turn + 1)
+            results.append(ut.all_gather_matmul(x, w, rows=rows, group=group, plan=plan))
+        for turn, y in enumerate(results):
+            assert torch.equal(y, want * (turn + 1)), (inner, plan, turn)
+
+
+@check
+def rows_are_brought_while_own_tiles_are_multiplied(group: ut.Group) -> None:
+    """Pulled and pushed, by one CTA and by several; K of one step and of many."""
+    rows = [700 + 130 * rank for rank in range(group.size)]
+    for inner, columns in ((64, 520), (1032, 776), (136, 2048)):
+        problem = gathering(group, rows, inner, columns)[2]
+        plans = []
+        for pull, bringing in ((True, 1), (True, 4), (False, 1), (False, 3)):
+            beside = gather_forms(replace(problem, together=pull), "peer")["beside"]
+            plans.append(replace(beside, share=replace(beside.share, communication_ctas=bringing)))
+        gather_in_a_row(group, rows, inner, columns, plans)
+
+
+@check
+def few_rows_are_brought_by_all_at_once(group: ut.Group) -> None:
+    """In tiles of both widths and with K of the last ones cut, all of them or some; K of one step and of many. A rank
+    with odd columns has the other kernel, and compiles it when the others have theirs."""
+    rows = [70 + 90 * rank for rank in range(group.size)]
+    for inner, columns in ((1032, 232), (64, 2248)):
+        problem = gathering(group, rows, inner, columns)[2]
+        active = max(1, group.fabric.multiprocessors - 1)
+        usual = replace(fused_plan(problem, "peer"), order="rotated", share=Share(active, active))
+        plans = [replace(usual, tile=tile, piece=256) for tile in (fused.GPU_TILES[0], fused.NARROW_TILE)]
+        plans.append(replace(plans[0], split=brought.split_of(problem.grid(plans[0]).tiles, active)))
+        assert plans[2].split > 0
+        assert all(fused.at_once(plan) for plan in plans)
+        gather_in_a_row(group, rows, inner, columns, plans)
+        gather_in_a_row(group, rows, inner, columns - 3 * (group.rank == 1), plans)
+
+
+@check
+def rows_are_pushed_or_pulled(group: ut.Group) -> None:
+    """Rows that are pushed and pulled, before tiles are multiplied and beside them; gathered ones kept for the
+    gradient."""
+    for many in (False, True):
+        rows = (
+            [300 + 7 * rank for rank in range(group.size)] if many else [200 + 7 * rank for rank in range(group.size)]
+        )
+        mine, w, problem, want = gathering(group, rows, 264, 520)
+        for turn in range(6):
+            plan = fused_plan(replace(problem, together=turn % 2 == 0), "peer")
+            assert plan.pull == (turn % 2 == 0)
+            assert fused.brought(problem, plan) == (plan.pull and many and problem.bulk)
+            x, weight = mine[group.rank].clone().requires_grad_(turn > 3), w.clone().requires_grad_(turn > 3)
+            y = ut.all_gather_matmul(x, weight, rows=rows, group=group, plan=plan)
+            assert torch.equal(y, want), (turn, plan)
+            if turn > 3:
+                y.backward(torch.ones_like(y))
+                total = torch.cat(mine).double().sum(0)[:, None]
+                assert weight.grad is not None
+                assert torch.equal(weight.grad, total.expand_as(w).to(torch.bfloat16))
 
 
 @check

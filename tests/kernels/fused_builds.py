@@ -57,13 +57,11 @@ def scatter(
     return compile_kernel(fused_scatter_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
 
 
-def gather(
-    bulk: bool = True, target: str = "sm_90", tile: tuple[int, int] = (128, 256), tokens: bool = False,
-    transposed: bool = False, even: bool = True, bias: bool = False, width: int = 1024, ranks: int = 4,
-    pull: bool = False,
-) -> CompiledKernel:  # fmt: skip
-    """`tokens`: as all_to_all_matmul launches it, with announced calls and grouped weights."""
-    factors, aligned = operands(target, tile, transposed, tokens, ("mine", "gathered"), "b")
+def _gathering(
+    target: str, tile: tuple[int, int], transposed: bool, grouped: bool, pull: bool, bulk: bool, width: int, ranks: int
+) -> tuple[dict[str, str], dict[str, Any], dict[str, int]]:
+    """What both kernels that gather have: types, constants, what is known of alignment."""
+    factors, aligned = operands(target, tile, transposed, grouped, ("mine", "gathered"), "b")
     if pull and target != "sm_80":
         factors["gathered"] = f"tensordesc<bf16[1, {tile[0]}, {BLOCK_K[target]}]>"
     types = {
@@ -71,41 +69,37 @@ def gather(
         **dict.fromkeys(("x", "out", "bias"), "*bf16"),
         **dict.fromkeys(("table", "pushes", "bases", "word_bases"), "*i64"),
         **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
-        **dict.fromkeys(("tiles", "count", "active", "loaders", "inner"), "i32"),
-        **dict.fromkeys(("capacity", "lines", "parts", "rank"), "i32"),
-        **dict.fromkeys(("stride", "b_row", "b_expert", "distance"), "i64"), **WATCH,
+        **dict.fromkeys(("tiles", "tasks", "active", "inner", "capacity", "lines", "parts"), "i32"),
+        "stride": "i64", **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": BLOCK_K[target], "TRANSPOSED": transposed,
-        "GROUPED": tokens, "PARTS": 2 if bulk else 4, "BULK": bulk, "EVEN": even, "BIAS": bias, "ACTIVATION": 0,
-        "WIDTH": width, "RANKS": ranks, "ANNOUNCED": tokens, "PULL": pull,
+        "PARTS": 2 if bulk else 4, "BULK": bulk, "WIDTH": width, "RANKS": ranks, "PULL": pull,
     }  # fmt: skip
-    aligned |= {"x": 16, "out": 16}
+    return types, constants, aligned | {"x": 16, "out": 16}
+
+
+def gather(
+    bulk: bool = True, target: str = "sm_90", tile: tuple[int, int] = (128, 256), tokens: bool = False,
+    transposed: bool = False, even: bool = True, bias: bool = False, width: int = 1024, ranks: int = 4,
+    pull: bool = False,
+) -> CompiledKernel:  # fmt: skip
+    """`tokens`: as all_to_all_matmul launches it, with announced calls and grouped weights."""
+    types, constants, aligned = _gathering(target, tile, transposed, tokens, pull, bulk, width, ranks)
+    types |= {"loaders": "i32", "rank": "i32", **dict.fromkeys(("b_row", "b_expert", "distance"), "i64")}
+    constants |= {"GROUPED": tokens, "EVEN": even, "BIAS": bias, "ACTIVATION": 0, "ANNOUNCED": tokens}
     return compile_kernel(fused_gather_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
 
 
 def brought(
     bulk: bool = True, tile: tuple[int, int] = (128, 256), transposed: bool = True, bias: bool = False,
-    width: int = 1024, ranks: int = 4, pull: bool = True,
+    width: int = 1024, ranks: int = 4, pull: bool = True, split: int = 0,
 ) -> CompiledKernel:  # fmt: skip
-    factors, _ = operands("sm_90", tile, transposed, False, ("mine", "gathered"), "b")
-    if pull:
-        factors["gathered"] = f"tensordesc<bf16[1, {tile[0]}, 64]>"
-    types = {
-        **factors, "c": f"tensordesc<bf16[{tile[0]}, {tile[1] // 2}]>" if bulk else "*i32",
-        **dict.fromkeys(("x", "out", "bias"), "*bf16"),
-        **dict.fromkeys(("table", "pushes", "bases", "word_bases"), "*i64"),
-        **dict.fromkeys(("words", "epochs", "taken"), "*i32"),
-        **dict.fromkeys(("own", "tiles", "tasks", "active", "multiplying", "early", "inner"), "i32"),
-        **dict.fromkeys(("capacity", "lines", "parts"), "i32"), "stride": "i64", **WATCH,
-    }  # fmt: skip
-    constants: dict[str, Any] = {
-        "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": 64, "TRANSPOSED": transposed, "PARTS": 2 if bulk else 4,
-        "BULK": bulk, "EVEN": True, "BIAS": bias, "ACTIVATION": 3 * bias, "WIDTH": width, "RANKS": ranks, "PULL": pull,
-    }  # fmt: skip
-    return compile_kernel(
-        fused_brought_kernel, types, constants, "sm_90", 8, {"x": 16, "out": 16}, num_stages=STAGES
-    )  # fmt: skip
+    types, constants, aligned = _gathering("sm_90", tile, transposed, False, pull, bulk, width, ranks)
+    types |= dict.fromkeys(("own", "multiplying", "early", "last", "spare", "rank"), "i32") | {"partial": "*fp32"}
+    constants |= {"EVEN": True, "BIAS": bias, "ACTIVATION": 3 * bias, "SPLIT": split}
+    aligned |= {"partial": 16}
+    return compile_kernel(fused_brought_kernel, types, constants, "sm_90", 8, aligned, num_stages=STAGES)
 
 
 def exchange(

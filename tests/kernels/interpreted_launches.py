@@ -42,7 +42,7 @@ from undertow.ops.finish import Finish  # noqa: E402
 from undertow.ops.fused_stage import Stage  # noqa: E402
 from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference  # noqa: E402
 from undertow.ops.matmul_reduce_scatter import reference as scattered_reference  # noqa: E402
-from undertow.plan import fused  # noqa: E402
+from undertow.plan import brought, fused  # noqa: E402
 from undertow.plan.defaults import fused_plan, tokens_plan  # noqa: E402
 from undertow.plan.plan import Share  # noqa: E402
 from undertow.plan.problem import Problem  # noqa: E402
@@ -299,30 +299,44 @@ def test_a_gather_as_it_is_launched(pull: bool, rows: tuple[int, ...], k: int, l
             assert bool(torch.isnan(stage.data.local[turn * half + sum(rows) * k : (turn + 1) * half]).all())
 
 
-@pytest.mark.parametrize(("rows", "k", "n"), [((70, 70), 24, 136), ((300, 1, 165), 264, 520)])
-@pytest.mark.parametrize("pull", [False, True])
-def test_brought_rows_as_they_are_launched(pull: bool, rows: tuple[int, ...], k: int, n: int) -> None:
-    """Own tiles first, rows by a CTA of their own or by all that are over with them; a rank with odd columns among
-    them, which has the other kernel; calls in a row.
+@pytest.mark.parametrize(("rows", "k", "n"), [
+    ((70, 70), 24, 136), ((300, 1, 165), 264, 520), ((70, 1, 65), 264, 136),
+])  # fmt: skip
+@pytest.mark.parametrize("way", ["pushed", "beside", "at once", "narrow", "split"])
+def test_brought_rows_as_they_are_launched(way: str, rows: tuple[int, ...], k: int, n: int) -> None:
+    """Own tiles first, rows by a CTA of their own or by all that are over with them; or by all before they multiply,
+    own tiles among the others', perhaps with K of the last one cut. A rank with odd columns among them, which has the
+    other kernel; calls in a row.
     """
+    pull = way != "pushed"
     ranks = len(rows)
-    node, nothing = Node(ranks, True, pull), Finish(None, "none")
+    node = Node(ranks, True, pull)
     xs = [made(count, k, seed=rank) for rank, count in enumerate(rows)]
     wides = [n - 3 * (rank == 1) for rank in range(ranks)]
     ws = [made(wides[rank], k, seed=9 + rank).t() for rank in range(ranks)]
+    biases = [made(wide_, seed=20 + rank) for rank, wide_ in enumerate(wides)]
     asked = [Problem.of(
         "all_gather_matmul", sum(rows), wide_, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS,
         shards=rows, bulk=True, together=pull,
     ) for wide_ in wides]  # fmt: skip
-    plan = dataclasses.replace(fused_plan(asked[0], "peer"), order="rotated", share=Share(CTAS, 1), piece=256)
+    share = Share(CTAS, 1) if way in ("pushed", "beside") else Share(CTAS - 1, CTAS - 1)
+    plan = dataclasses.replace(fused_plan(asked[0], "peer"), order="rotated", share=share, piece=256)
+    if way == "narrow":
+        plan = dataclasses.replace(plan, tile=fused.NARROW_TILE)
+    if way == "split":
+        plan = dataclasses.replace(plan, split=2)
+        tiles = [len(brought.table(rows, wide_, plan, 0)) for wide_ in wides]
+        assert [brought.last_tiles(count, CTAS - 1, plan) for count in tiles] == [count % 2 for count in tiles]
+        assert ranks == 2 or 1 in (count % 2 for count in tiles)
     plan.check(asked[0])
+    assert fused.at_once(plan) == (way in ("at once", "narrow", "split"))
     for _ in range(3):
         outs = [poisoned(sum(rows), wide_) for wide_ in wides]
         node.run(lambda fabric, rank, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
-            xs[rank], ws[rank], outs[rank], asked[rank], plan, nothing, fabric
-        ))  # fmt: skip
-        for got, right in zip(outs, gathered_reference(wide(xs), wide(ws)), strict=True):
-            assert torch.equal(got, right.to(HALF))
+            xs[rank], ws[rank], outs[rank], asked[rank], plan, Finish(biases[rank], "relu"), fabric
+        ), 3 if plan.split else 2)  # fmt: skip
+        for got, right, bias in zip(outs, gathered_reference(wide(xs), wide(ws)), biases, strict=True):
+            assert torch.equal(got, torch.relu(right + bias.float()).to(HALF))
 
 
 WAYS = {"at once": {"split": 1}, "at once, two parts": {"split": 2}, "owners": {"split": 0, "owners": "columns"}}

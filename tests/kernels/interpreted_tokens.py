@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from undertow.kernels import fused_brought, fused_exchange, fused_gather, fused_scatter, gemm
+from undertow.kernels import bring, fused_brought, fused_exchange, fused_gather, fused_scatter, gemm, last_wave
 from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference
 from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference
 from undertow.plan import fused, reorder, tokens
@@ -68,7 +68,7 @@ def no_fence():
     pass
 
 
-for _module in (fused_brought, fused_exchange, fused_gather, fused_scatter):
+for _module in (bring, fused_brought, fused_exchange, fused_gather, fused_scatter, last_wave):
     for _name, _other in (
         ("has_bulk_copies", bulk_copies), ("tell", told), ("take_turn", no_turn), ("signal_wait_all", no_wait),
         ("set_after_bulk_stores", set_word), ("proxy_fence", no_fence),
@@ -175,11 +175,12 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
         b = held.mT if transposed else held
         taken = torch.zeros(2 * LINE, dtype=torch.int32)
         kernel: Any = fused_gather.fused_gather_kernel
+        pieces = -(-k // PLAN.piece)
         kernel[(3,)](
             xs[rank], stages[rank], b, NOBODY, xs[rank], outs[rank], outs[rank], tiles, pushes, addresses(stages),
             addresses(words), words[rank], torch.full((3,), EPOCH - 1, dtype=torch.int32), taken,
-            0 if pushing else len(tiles), len(pushes) if pushing else 0, 2, 1, k, k, b.stride(1), b.stride(0),
-            0, capacity, lines, -(-k // PLAN.piece), rank, NOBODY, NOBODY, 10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1],
+            0 if pushing else len(tiles), len(pushes) * pieces if pushing else 0, 2, 1, k, k, b.stride(1), b.stride(0),
+            0, capacity, lines, pieces, rank, NOBODY, NOBODY, 10**9, BLOCK_M=TILE[0], BLOCK_N=TILE[1],
             BLOCK_K=16, TRANSPOSED=transposed, GROUPED=True, PARTS=4, BULK=False, EVEN=n % 8 == 0,
             BIAS=False, ACTIVATION=0, WIDTH=PLAN.piece, RANKS=ranks, ANNOUNCED=True,
             PULL=False,

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from fused_builds import STAGES, brought, gather
-from ptx import check_release_order
+from ptx import check_acquire_order, check_release_order
 from test_fused_tokens import interpreted
 from triton.backends.nvidia.compiler import get_ptxas
+
+from undertow.plan.fused import NARROW_TILE
 
 WIDTHS = (256, 1024)
 
@@ -70,21 +72,29 @@ def log(ptx: str) -> str:
 
 @pytest.mark.parametrize(
     "made",
-    [brought, lambda: brought(pull=False, ranks=8), lambda: brought(False, bias=True), lambda: brought(tile=(64, 256))],
-    ids=["pulled", "pushed to 8", "with tails", "few rows"],
+    [
+        brought,
+        lambda: brought(pull=False, ranks=8),
+        lambda: brought(False, bias=True),
+        lambda: brought(tile=(64, 256)),
+        lambda: brought(tile=NARROW_TILE, width=256),
+        lambda: brought(False, tile=NARROW_TILE, width=256, bias=True),
+    ],
+    ids=["pulled", "pushed to 8", "with tails", "few rows", "narrow", "narrow, with tails"],
 )
 def test_loads_of_brought_rows_run_ahead_from_tile_to_tile(made: Any) -> None:
     """Two main loops, own rows' and the others', each with one step's loads in it, the rest before it."""
     kernel = made()
     assert kernel.spills == 0
     assert not kernel.serialised
-    assert kernel.shared > 4 * (64 + 256) * 64 * 2
+    assert kernel.shared > 4 * (128 + 128) * 64 * 2
     loads = re.findall(r"cp\.async\.bulk\.tensor\.\d+d\.shared", kernel.ptx)
     assert len(loads) == 2 * 2 * STAGES
 
 
-def test_brought_rows_are_told_of_when_they_are_there_and_waited_for() -> None:
-    ptx = brought(False, pull=False).ptx  # bulk stores of the result are not what words tell of
+@pytest.mark.parametrize("options", [{"pull": False}, {"width": 256, "split": 4}])
+def test_brought_rows_are_told_of_when_they_are_there_and_waited_for(options: dict[str, Any]) -> None:
+    ptx = brought(False, **options).ptx  # bulk stores of the result are not what words tell of
     assert check_release_order(ptx) == []
     spoiled = re.sub(r"(\.reg \.b64 place;\n)\s*barrier\.sync 0;", r"\1", ptx)
     assert spoiled != ptx
@@ -92,10 +102,48 @@ def test_brought_rows_are_told_of_when_they_are_there_and_waited_for() -> None:
     # A wait, a CTA barrier and a proxy fence stand before the others' loop, and in it.
     waits = [one.start() for one in re.finditer(r"ld\.acquire\.sys", ptx)]
     fences = [one.start() for one in re.finditer(r"fence\.proxy\.async\.global", ptx)]
-    assert len(waits) == len(fences) >= 2
-    for wait, fence in zip(waits, fences, strict=True):
+    assert len(waits) - ("split" in options) == len(fences) >= 2  # parts of sums are read by ordinary loads
+    for wait, fence in zip(waits, fences, strict=False):
         assert "barrier.red" in ptx[wait:fence]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: brought(width=256, split=4),
+        lambda: brought(False, width=256, split=2, bias=True),
+        lambda: brought(width=1024, split=8, ranks=8),
+        lambda: brought(tile=(64, 256), width=256, split=4),
+    ],
+    ids=["in 4", "in 2, with tails", "in 8", "few rows"],
+)
+def test_parts_of_the_last_tiles_are_summed_when_they_are_there(made: Any) -> None:
+    kernel = made()
+    assert kernel.spills == 0
+    assert not kernel.serialised
+    loads = [one.start() for one in re.finditer(r"cp\.async\.bulk\.tensor\.\d+d\.shared", kernel.ptx)]
+    fences = [one.start() for one in re.finditer(r"fence\.proxy\.async\.global", kernel.ptx)]
+    waits = [one.start() for one in re.finditer(r"ld\.acquire\.sys", kernel.ptx)]
+    assert len(loads) == 3 * 2 * STAGES
+    # The loads of a part follow the wait for its rows; the wait for the parts is the last.
+    assert sum(one > fences[-1] for one in loads) == 2 * STAGES
+    assert waits[-2] < fences[-1] < waits[-1]
+    assert "barrier.red" in kernel.ptx[waits[-2] : fences[-1]]
+    assert re.search(r"ld\.global\.v4\.b32", kernel.ptx[waits[-1] :])
+    assert check_acquire_order(kernel.ptx) == []
+
+
+def test_narrow_tiles_of_odd_columns_fit_the_other_kernel() -> None:
+    """A rank whose columns cannot be stored 16 bytes at a time has it, whatever the plan's tile."""
+    kernel = gather(False, tile=NARROW_TILE, even=False, pull=True, width=256)
+    assert kernel.spills == 0
+    assert "serialized" not in log(kernel.ptx)
 
 
 def test_a_gather_as_it_is_launched() -> None:
     interpreted("interpreted_launches.py::test_a_gather_as_it_is_launched[True-rows1-264-1-True]")
+
+
+def test_brought_rows_as_they_are_launched() -> None:
+    name = "interpreted_launches.py::test_brought_rows_as_they_are_launched"
+    interpreted(*(f"{name}[{way}-rows0-24-136]" for way in ("beside", "narrow")), f"{name}[split-rows2-264-136]")

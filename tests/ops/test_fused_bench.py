@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import fused_layers
 import fused_report
 import fused_tokens
+import gpu_fused
 
+from undertow.plan import brought, fused
 from undertow.plan.defaults import fused_plan
 from undertow.plan.problem import Problem
 
@@ -93,6 +95,33 @@ def test_plans_of_few_rows_that_are_tried_fit(m: int, ranks: int) -> None:
     assert base in plans
     one = fused_layers._few_rows(base, "one/128/512/2")
     assert (one.tile, one.split, one.owners, one.ahead) == ((base.tile[0], 128), 2, "rows", 512)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("together", [True, False])
+def test_every_plan_of_every_listed_gather_fits(ranks: int, together: bool) -> None:
+    """Also its tables: every tile once."""
+    options = {"only": ["gather"], "models": list(gpu_fused.HIDDEN), "m": [2048, 8192, 512, 4096, 1024]}
+    listed = gpu_fused.cases(options, ranks)
+    assert len(listed) == 5 * 4
+    for _, _, m, k, n in listed:
+        problem = Problem.of(
+            "all_gather_matmul", m, n, k, dtype="bfloat16", ranks=ranks, device="cuda", multiprocessors=132 // ranks,
+            together=together,
+        )  # fmt: skip
+        plans = fused_layers.gather_plans(problem, [4, 8, 16, 32])
+        assert plans["fused"] == fused_plan(problem, "peer")
+        assert len(set(plans.values())) == len(plans)
+        forms = [fused.brought(problem, plan) for plan in plans.values()]
+        assert True in forms or not together
+        assert False in forms
+        for name, plan in plans.items():
+            plan.check(problem)
+            assert plan.tile is not None, name
+            tiles = brought.table if fused.brought(problem, plan) else fused.gather_table
+            table = tiles(problem.shards, n, plan, 1)
+            assert len(set(table[:, fused.PLACE].tolist())) == len(table)
+            assert int((table[:, fused.ROWS] * table[:, fused.COLUMNS]).sum()) == m * n
 
 
 def test_weights_that_are_streamed_are_told() -> None:

@@ -20,6 +20,7 @@ from undertow.errors import LaunchFailed
 from undertow.ops import tuning
 from undertow.ops.choose import Request
 from undertow.ops.explain import Candidate, Choice, Explanation
+from undertow.plan.defaults import default_plan
 from undertow.plan.machine import Machine
 from undertow.plan.plan import Plan, split
 from undertow.plan.problem import Problem
@@ -294,6 +295,21 @@ def test_this_threads_calls_are_remembered() -> None:
         assert "'chunked:dma', ran chunked:dma in 4 parcels (plan " in text
         assert text.endswith("The strategy was given.")
         assert all(found.values()), found
+
+
+def test_an_explanation_says_how_rows_are_brought() -> None:
+    problem = Problem.of(
+        "all_gather_matmul", 4096, 512, 64, dtype="bfloat16", ranks=4, device="cuda", multiprocessors=33, together=True
+    )
+    plan = default_plan(problem, "fused", "peer")
+    way = "rows pulled, brought by 1 of 33 CTAs while the others multiply own ones"
+    known = Candidate("fused:peer", 1, None, 2e-3, chosen=True, way=way)
+    explanation = Explanation(problem.operator, "x, w", "0", 7, "fused", Choice(plan, "So.", (known,)))
+    first, row = str(explanation).splitlines()
+    assert f"ran fused:peer in 1 parcel, {way} (plan {plan.digest}). So." in first
+    assert row.endswith(f"measured      2 ms, {way}")
+    found = explanation.to_dict()
+    assert (found["way"], found["candidates"][0]["way"]) == (way, way)
 
 
 def test_an_explanation_says_what_was_hidden() -> None:

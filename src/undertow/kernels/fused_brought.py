@@ -9,13 +9,15 @@ the others' rows. What is not brought yet when a CTA has no more own tiles, it h
     CTAs:     those that multiply: own tiles in fixed turns        out = finish(x @ b)
               all: bring what is left
               those that multiply: the others' tiles               out = finish(rows @ b)
+              SPLIT: tiles of a last wave, a part of K each        (`last_wave.py`)
 
 A tile's loads begin before the tile in front of it is finished, so its rows are waited for `early` tiles ahead: at the
 end of a tile, for the one that the CTA computes `early` tiles later, and before the loop for the first of them. With
 loads of at most STAGES steps under way, `early` = 1 + ceil(STAGES / steps of a tile) is enough: what is waited for at
 the end of tile t is loaded no earlier than STAGES steps before the first of tile t + early, which is in tile t + 1.
 
-Tables as in `fused_gather`, own tiles first: `own` of the `tiles` of `table` are.
+Tables as in `fused_gather`, own tiles first: `own` of the `tiles` of `table` are. There may be none of them (PULL):
+then all CTAs bring rows first, and tiles of own rows read them where the others read them, too.
 
 Nobody waits for ever: words are waited for by CTAs of a rank all of whose parts have been taken, each by a CTA that
 brings it without waiting. Buffers, words and the count of parts taken are used in turn by two calls, as there.
@@ -30,49 +32,11 @@ the rows, which all come later in the program.
 import triton
 import triton.language as tl
 
-from .fused_gather import fetch, place_of
+from .bring import bring
 from .gemm import ENTRY, multiply, store_tile
+from .last_wave import multiply_parts, sum_parts
 from .signals import proxy_fence, signal_wait_all
-from .turns import LINE, tell
-
-_COPIED = tl.constexpr(32 << 10)  # elements that a CTA holds; while they are stored as many more are on their way
-
-
-@triton.jit
-def _bring(
-    x, pushes, tasks, counter, works, bases, word_bases, turn_row, turn_line, inner, stride, epoch, parts,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Parts of bands until there are no more. A part's word is set while the next part is on its way."""
-    ROWS: tl.constexpr = _COPIED // WIDTH if _COPIED // WIDTH < BLOCK_M // 2 else BLOCK_M // 2
-    task = tasks
-    if works:
-        task = tl.atomic_add(counter, 1, sem="relaxed")
-    ahead = fetch(x, pushes, task, tasks, parts, inner, stride, 0, ROWS, WIDTH)
-    first, told, offset = 0, 0, 0  # the words of which ranks, and where: of the part before
-    while task < tasks:
-        following = tl.atomic_add(counter, 1, sem="relaxed")
-        entry, column = pushes + task // parts * ENTRY, task % parts * WIDTH
-        rows, into = tl.load(entry + 1).to(tl.int32), turn_row + tl.load(entry + 3).to(tl.int32)
-        to, copies = tl.load(entry + 2).to(tl.int32), tl.load(entry + 5).to(tl.int32)
-        for top in tl.static_range(0, BLOCK_M, ROWS):
-            found = ahead
-            if top + ROWS < BLOCK_M:
-                ahead = fetch(x, pushes, task, tasks, parts, inner, stride, top + ROWS, ROWS, WIDTH)
-            else:
-                ahead = fetch(x, pushes, following, tasks, parts, inner, stride, 0, ROWS, WIDTH)
-            if top == 0:
-                tell(word_bases, first, told, offset, epoch, 0)
-            _, there, mask = place_of(0, rows, into, column, inner, stride, top, ROWS, WIDTH)
-            base = tl.load(bases + to)
-            for step in range(copies):
-                target = tl.multiple_of(base.to(tl.pointer_type(x.dtype.element_ty)), 16)
-                base = tl.load(bases + (to + 2 * RANKS - 1 - step) % RANKS)  # that of the next, in time
-                tl.store(target + there, found, mask=mask)
-        first, told = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
-        offset = (turn_line + tl.load(entry + 4).to(tl.int32)) * LINE + task % parts
-        task = following
-    tell(word_bases, first, told, offset, epoch, 0)
+from .turns import LINE
 
 
 @triton.jit
@@ -87,6 +51,7 @@ def _await(table, position, tiles, words, turn_line, parts, epoch, abort, error,
 _FREE = [
     *("bias", "table", "pushes", "bases", "word_bases", "words", "epochs", "taken", "own", "tiles", "tasks", "active"),
     *("multiplying", "early", "capacity", "lines", "parts", "inner", "stride", "abort", "error", "deadline_ns"),
+    *("last", "spare", "rank"),
 ]
 
 
@@ -95,13 +60,14 @@ def fused_brought_kernel(
     mine, gathered, b, c, x, out, bias, table, pushes, bases, word_bases, words, epochs, taken,
     own: tl.int32, tiles: tl.int32, tasks: tl.int32, active: tl.int32, multiplying: tl.int32, early: tl.int32,
     inner: tl.int32, stride: tl.int64, capacity: tl.int32, lines: tl.int32, parts: tl.int32,
-    abort, error, deadline_ns: tl.int64,
+    partial, last: tl.int32, spare: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, PULL: tl.constexpr,
+    WIDTH: tl.constexpr, RANKS: tl.constexpr, PULL: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Arguments as those of `fused_gather_kernel`; GPUs with TMA only. The first `active` CTAs work, the first
-    `multiplying` of them multiply. `tasks`: all parts of all bands of `pushes`.
+    `multiplying` of them multiply. `tasks`: all parts of all bands of `pushes`. SPLIT > 0: K of the `last` tiles is cut
+    into so many parts, one for each CTA at most, which `partial` has room for; their words begin in line `spare`.
     """
     program, programs = tl.program_id(0), multiplying
     epoch = tl.load(epochs + program, volatile=True) + 1
@@ -111,6 +77,8 @@ def fused_brought_kernel(
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
     steps = tl.cdiv(inner, BLOCK_K)
+    if SPLIT:
+        tiles -= last
     here = tl.where(program < programs, tiles, 0)
     stride_of = tl.maximum(programs, 1)  # the loops divide by it
     stored = program - programs
@@ -120,8 +88,11 @@ def fused_brought_kernel(
         total = multiply(mine, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
         store_tile(out, c, bias, total, table + stored * ENTRY, PARTS, BULK, EVEN, BIAS, ACTIVATION)
-    _bring(x, pushes, tasks, taken + turn * LINE, program < active, bases, word_bases, turn_row, turn_line, wide, apart,
-           epoch, parts, BLOCK_M, WIDTH, RANKS)  # fmt: skip
+    counter, task = taken + turn * LINE, tasks
+    if program < active:
+        task = tl.atomic_add(counter, 1, sem="relaxed")
+    bring(x, pushes, task, tasks, counter, bases, word_bases, turn_row, turn_line, wide, apart, epoch, parts, BLOCK_M,
+          WIDTH, RANKS, True)  # fmt: skip
     first = stored + programs  # where this CTA goes on
     for position in range(first, tl.minimum(here, first + early * stride_of), stride_of):
         _await(table, position, tiles, words, turn_line, parts, epoch, abort, error, deadline_ns)
@@ -134,4 +105,11 @@ def fused_brought_kernel(
         stored += programs
         _await(table, stored + early * programs, tiles, words, turn_line, parts, epoch, abort, error, deadline_ns)
         store_tile(out, c, bias, total, table + stored * ENTRY, PARTS, BULK, EVEN, BIAS, ACTIVATION)
+    if SPLIT:
+        limit = tl.where(program < programs, last * SPLIT, 0)
+        multiply_parts(gathered, b, partial, table, tiles, limit, words, word_bases, rank, turn_row, turn_line, spare,
+                       parts, steps, epoch, program, stride_of, abort, error, deadline_ns, BLOCK_M, BLOCK_N, BLOCK_K,
+                       TRANSPOSED, PULL, SPLIT)  # fmt: skip
+        sum_parts(out, bias, partial, table, tiles, limit, words, spare, epoch, program, stride_of, abort, error,
+                  deadline_ns, BLOCK_M, BLOCK_N, BIAS, ACTIVATION, SPLIT)  # fmt: skip
     tl.store(epochs + program, epoch)

@@ -10,10 +10,7 @@ of rows has arrived. Which come first the plan decides (`plan/fused.py`).
 PULL: the loaders push rows only into this rank's own buffer, and tell all; tiles read the buffers of the others, which
 lie side by side in one range of addresses (`fabric/joined.py`). That moves less where all buffers are in one memory.
 
-    loaders:  for band, for part of its columns:
-                  rows = x[band, part], read once
-                  for rank it is for: rows of that rank = rows
-                  words[band, part] of those ranks = epoch
+    loaders:  bring rows of x to the ranks they are for, band by band, part by part (`bring.py`)
     all:      for tile in table, whoever is ready takes the next:
                   wait for all parts of the tile's band, unless it is own; out = finish(rows @ b[expert])
 
@@ -39,73 +36,10 @@ the next call on the stream.
 import triton
 import triton.language as tl
 
+from .bring import bring
 from .gemm import ENTRY, multiply, plain_multiply, store_tile
 from .signals import has_bulk_copies, proxy_fence, signal_wait_all
-from .turns import LINE, take_turn, tell
-
-_COPIED = tl.constexpr(32 << 10)  # elements that a CTA holds; while they are stored as many more are on their way
-
-
-@triton.jit
-def place_of(row, rows, into, column, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Of ROWS rows from FIRST on of a band, `WIDTH` columns from `column` on: where they are in x, where they go, and
-    which of them there are. The band's `rows` rows begin at `row` of x and at `into` of a gathered matrix.
-    """
-    down = FIRST + tl.arange(0, ROWS)[:, None]
-    across = column + tl.arange(0, WIDTH)[None, :]
-    here = (row + down).to(tl.int64) * stride + across
-    return here, (into + down).to(tl.int64) * inner + across, (down < rows) & (across < inner)
-
-
-@triton.jit
-def fetch(
-    x, pushes, task, tasks, parts, inner, stride, FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Those elements of a task, or nothing behind the last one."""
-    there = task < tasks
-    entry = pushes + task // parts * ENTRY
-    row = tl.load(entry, mask=there, other=0).to(tl.int32)
-    rows = tl.load(entry + 1, mask=there, other=0).to(tl.int32)
-    here, _, mask = place_of(row, rows, 0, task % parts * WIDTH, inner, stride, FIRST, ROWS, WIDTH)
-    return tl.load(x + here, mask=mask)
-
-
-@triton.jit
-def _load(
-    x, pushes, count, bases, word_bases, turn_row, turn_line, inner, stride, epoch, program, loaders, parts,
-    BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """What a loader pushes: bands in the order of the table, each in parts, each to all that it is for.
-
-    A part is read once, and while some of its rows are stored the next ones are on their way: two of an even number of
-    blocks of rows in turn, so that nothing waits before it must be stored. Its word is set while the next part is on
-    its way, when its own stores have long arrived.
-    """
-    ROWS: tl.constexpr = _COPIED // WIDTH if _COPIED // WIDTH < BLOCK_M // 2 else BLOCK_M // 2
-    tasks = count * parts
-    ahead = fetch(x, pushes, program, tasks, parts, inner, stride, 0, ROWS, WIDTH)
-    first, told, offset = 0, 0, 0  # the words of which ranks, and where: of the part before
-    for task in range(program, tasks, loaders):
-        entry, column = pushes + task // parts * ENTRY, task % parts * WIDTH
-        rows, into = tl.load(entry + 1).to(tl.int32), turn_row + tl.load(entry + 3).to(tl.int32)
-        to, copies = tl.load(entry + 2).to(tl.int32), tl.load(entry + 5).to(tl.int32)
-        for top in tl.static_range(0, BLOCK_M, ROWS):
-            found = ahead
-            if top + ROWS < BLOCK_M:
-                ahead = fetch(x, pushes, task, tasks, parts, inner, stride, top + ROWS, ROWS, WIDTH)
-            else:
-                ahead = fetch(x, pushes, task + loaders, tasks, parts, inner, stride, 0, ROWS, WIDTH)
-            if top == 0:
-                tell(word_bases, first, told, offset, epoch, 0)
-            _, there, mask = place_of(0, rows, into, column, inner, stride, top, ROWS, WIDTH)
-            base = tl.load(bases + to)
-            for step in range(copies):
-                target = tl.multiple_of(base.to(tl.pointer_type(x.dtype.element_ty)), 16)
-                base = tl.load(bases + (to + 2 * RANKS - 1 - step) % RANKS)  # that of the next, in time
-                tl.store(target + there, found, mask=mask)
-        first, told = tl.load(entry + 6).to(tl.int32), tl.load(entry + 7).to(tl.int32)
-        offset = (turn_line + tl.load(entry + 4).to(tl.int32)) * LINE + task % parts
-    tell(word_bases, first, told, offset, epoch, 0)
+from .turns import LINE, take_turn
 
 
 @triton.jit
@@ -138,7 +72,7 @@ def _bias_of(bias, entry, GROUPED: tl.constexpr):
 
 
 _FREE = [
-    *("bias", "table", "pushes", "bases", "word_bases", "words", "epochs", "taken", "tiles", "count", "active"),
+    *("bias", "table", "pushes", "bases", "word_bases", "words", "epochs", "taken", "tiles", "tasks", "active"),
     *("loaders", "capacity", "lines", "rank", "parts", "inner", "stride", "b_row", "b_expert", "abort", "error"),
     *("deadline_ns", "distance"),
 ]
@@ -147,7 +81,7 @@ _FREE = [
 @triton.jit(do_not_specialize=_FREE)
 def fused_gather_kernel(
     mine, gathered, b, c, x, out, bias, table, pushes, bases, word_bases, words, epochs, taken,
-    tiles: tl.int32, count: tl.int32, active: tl.int32, loaders: tl.int32, inner: tl.int32,
+    tiles: tl.int32, tasks: tl.int32, active: tl.int32, loaders: tl.int32, inner: tl.int32,
     stride: tl.int64, b_row: tl.int64, b_expert: tl.int64, distance: tl.int64, capacity: tl.int32, lines: tl.int32,
     parts: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
@@ -163,8 +97,8 @@ def fused_gather_kernel(
     `bases` and `word_bases`: addresses of all ranks' buffers and words; `words` are those here. A band of rows comes in
     `parts` parts of WIDTH columns. ANNOUNCED: a line of announcements comes first. Words of the second turn begin
     `lines` lines after the first's. `bias` [N], or one for each expert. The first `active` CTAs work, the first
-    `loaders` of them push the `count` bands of `pushes`; every CTA of the grid, which never changes, counts calls in
-    its word of `epochs`.
+    `loaders` of them push `tasks`, all parts of all bands of `pushes`; every CTA of the grid, which never changes,
+    counts calls in its word of `epochs`.
     """
     program = tl.program_id(0)
     epoch = tl.load(epochs + program, volatile=True) + 1
@@ -178,8 +112,8 @@ def fused_gather_kernel(
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
     if program < loaders:
-        _load(x, pushes, count, bases, word_bases, turn_row, turn_line, wide, apart, epoch, program, loaders, parts,
-              BLOCK_M, WIDTH, RANKS)  # fmt: skip
+        bring(x, pushes, program, tasks, loaders, bases, word_bases, turn_row, turn_line, wide, apart, epoch, parts,
+              BLOCK_M, WIDTH, RANKS, False)  # fmt: skip
     counter = taken + turn * LINE
     position = tiles
     if program < active:

@@ -138,15 +138,16 @@ def store_tile(
 @triton.jit
 def multiply(
     a, b, row, column, steps, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TRANSPOSED: tl.constexpr, expert=0, GROUPED: tl.constexpr = False, owner=0, OWNED: tl.constexpr = False,
+    TRANSPOSED: tl.constexpr, expert=0, GROUPED: tl.constexpr = False, owner=0, OWNED: tl.constexpr = False, begin=0,
 ):  # fmt: skip
-    """The main loop: one tile of a @ b, or (GROUPED) of a @ b[expert], or (OWNED) of a[owner] @ b.
+    """The main loop: one tile of a @ b, or (GROUPED) of a @ b[expert], or (OWNED) of a[owner] @ b; of the steps along K
+    from `begin` to before `steps`.
 
     Grouped weights, and rows that several ranks have, are a descriptor of three dimensions, so that what lies behind
     the last row of one expert reads as zeros and never as the next expert's.
     """
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for step in range(steps):
+    for step in range(begin, steps):
         if OWNED:
             x = tl.reshape(a.load([owner, row, step * BLOCK_K]), (BLOCK_M, BLOCK_K))
         else:

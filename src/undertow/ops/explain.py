@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..plan import brought
 from ..plan.metrics import overlap_efficiency, share_of_ideal
 from ..plan.plan import EMBEDDING, Plan
 
@@ -33,13 +34,17 @@ KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan that was considered: seconds predicted and measured (the median), None where nobody asked."""
+    """A plan that was considered: seconds predicted and measured (the median), None where nobody asked.
+
+    `way`: which of several that have the same name, where it is known (`plan.brought.way`).
+    """
 
     name: str
     parcels: int
     predicted: float | None
     measured: float | None
     chosen: bool = False
+    way: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,11 @@ class Explanation:
         return self.choice.plan
 
     @property
+    def way(self) -> str:
+        """How the plan has rows brought, where its name leaves that open."""
+        return brought.way(self.operator, self.plan)
+
+    @property
     def reason(self) -> str:
         return self.choice.reason
 
@@ -120,12 +130,14 @@ class Explanation:
             "call": self.call,
             "asked": self.asked,
             "strategy": self.plan.name,
+            "way": self.way,
             "parcels": len(self.plan.parcels),
             "plan": self.plan.digest,
             "reason": self.reason,
             "candidates": [
                 {
                     "strategy": one.name,
+                    "way": one.way,
                     "parcels": one.parcels,
                     "predicted_seconds": one.predicted,
                     "measured_seconds": one.measured,
@@ -146,7 +158,8 @@ class Explanation:
         why = "\n".join(filter(None, (self.reason, _hidden(self.choice, work))))
         ran = (
             f"{self.operator}({self.shape}) on group {self.group}, call {self.call}: asked for {self.asked!r}, "
-            f"ran {self.plan.name} in {_parcels(len(self.plan.parcels))} (plan {self.plan.digest}). {why}"
+            f"ran {self.plan.name} in {_parcels(len(self.plan.parcels))}{_added(self.way)} (plan {self.plan.digest}). "
+            f"{why}"
         )
         return "\n".join([ran, *_rows(self.candidates)])
 
@@ -168,9 +181,13 @@ def _hidden(choice: Choice, work: str = "matmul") -> str:
 def _rows(candidates: Iterable[Candidate]) -> list[str]:
     return [
         f"  {'>' if one.chosen else ' '} {one.name:<15} {_parcels(one.parcels):>12}"
-        f"   predicted {milliseconds(one.predicted):>9}   measured {milliseconds(one.measured):>9}"
+        f"   predicted {milliseconds(one.predicted):>9}   measured {milliseconds(one.measured):>9}{_added(one.way)}"
         for one in candidates
     ]
+
+
+def _added(way: str) -> str:
+    return f", {way}" if way else ""
 
 
 def _parcels(count: int) -> str:

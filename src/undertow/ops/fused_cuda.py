@@ -16,7 +16,7 @@ import torch
 
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric
-from ..plan import beside, fused
+from ..plan import beside, brought, fused
 from . import fused_few
 from .cuda_product import device_table
 from .finish import Finish
@@ -154,21 +154,14 @@ def _gather(
     stage = stage_of(fabric, kind, fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
     key = ("fused gather", problem.shards, n, plan.digest, rank)
     # Columns are each rank's own: one whose result cannot be stored 16 bytes at a time has the other kernel.
-    brought = fused.brought(problem, plan) and n % ALIGNED == 0 and y.data_ptr() % 16 == 0
-
-    def tiles() -> Any:
-        if brought:
-            return fused.brought_table(problem.shards, n, plan, rank)[0]
-        return fused.gather_table(problem.shards, n, plan, rank)
-
-    table = device_table(fabric, (*key, brought), tiles)
+    brings = fused.brought(problem, plan) and n % ALIGNED == 0 and y.data_ptr() % 16 == 0
+    tiles = brought.table if brings else fused.gather_table
+    table = device_table(fabric, (*key, brings), lambda: tiles(problem.shards, n, plan, rank))
+    own = brought.own_tiles(problem.shards, n, plan, rank) if brings else None
     pushed = ("fused pushes", problem.shards, plan.digest, rank)
     pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank))
     whole = all(rows % block_m == 0 for rows in problem.shards[:-1])
-    if brought:
-        own = fused.brought_table(problem.shards, n, plan, rank)[1]
-        return stage, _brought_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, own)
-    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, announced=False)
+    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, own)
 
 
 def _rows_of(plan: Plan, fabric: CudaFabric, stage: Stage, k: int, block_k: int) -> tuple[torch.Tensor, Any]:
@@ -185,46 +178,15 @@ def _rows_of(plan: Plan, fabric: CudaFabric, stage: Stage, k: int, block_k: int)
     return buffer, stage.describe(("gathered", plan.tile[0]), lambda: descriptor(buffer, block))
 
 
-def _brought_launch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    y: torch.Tensor,
-    plan: Plan,
-    finish: Finish,
-    fabric: CudaFabric,
-    stage: Stage,
-    table: torch.Tensor,
-    pushes: torch.Tensor,
-    whole: bool,
-    own: int,
-) -> Launch:
-    """The kernel whose rows are brought by other CTAs, loaded."""
-    from ..kernels.fused_brought import fused_brought_kernel
-
+def _partial(plan: Plan, fabric: CudaFabric, stage: Stage) -> torch.Tensor:
+    """Room for a part of a tile's sum of each CTA, where a plan cuts K."""
     assert plan.tile is not None
-    block_m, block_n = plan.tile
-    k, size = x.shape[1], fabric.group.size
-    both = factors(x, w, fabric.bulk_copies)
-    _, gathered = _rows_of(plan, fabric, stage, k, both.block_k)
-    bias, ends = finishing(finish, y)
-    parts, tasks = 2 if whole else 4, len(pushes) * fused.parts(plan, k)
-    early = fused.early(-(-k // both.block_k), both.stages)
-
-    def launch(epochs: torch.Tensor, working: int) -> None:
-        kernel: Any = fused_brought_kernel
-        a, b = both.operands((block_m, block_n))
-        c = descriptor(y, [block_m, block_n // parts]) if whole else stage.taken
-        kernel[(fabric.multiprocessors,)](
-            a, gathered, b, c, both.a, y, bias, table, pushes, stage.bases, stage.word_bases, stage.words.local, epochs,
-            stage.taken, own, len(table), tasks, working, fused.multiplying(working, plan), early, k, both.strides[0],
-            stage.half // k, stage.lines // 2, fused.parts(plan, k), *watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, PARTS=parts, BULK=whole, EVEN=True, WIDTH=plan.piece, RANKS=size,
-            PULL=plan.pull, **ends, **both.constants,
-        )  # fmt: skip
-
-    variant = (both.transposed, whole, *ends.values())
-    load(fabric, stage, ("brought", plan.pull, plan.tile, plan.piece, x.dtype), variant, launch)
-    return launch
+    if not plan.split:
+        return stage.taken
+    shape = fabric.multiprocessors, *plan.tile
+    return stage.describe(  # type: ignore[no-any-return]
+        ("partial", plan.tile), lambda: torch.empty(shape, dtype=torch.float32, device=fabric.device)
+    )
 
 
 def gather_launch(
@@ -238,37 +200,63 @@ def gather_launch(
     table: torch.Tensor,
     pushes: torch.Tensor,
     whole: bool,
-    announced: bool,
+    own: int | None = None,
+    announced: bool = False,
 ) -> Launch:
-    """The gather kernel, loaded. `whole`: all rows of y but the last come in whole bands. `announced`: see there."""
+    """A gather kernel, loaded. `whole`: all rows of y but the last come in whole bands.
+
+    `own`: how many tiles at the beginning of the table read x, for the kernel whose rows other CTAs bring; None for the
+    one whose CTAs push them first, the only one whose calls are `announced`.
+    """
+    from ..kernels.fused_brought import fused_brought_kernel
     from ..kernels.fused_gather import fused_gather_kernel
 
     assert plan.tile is not None
     block_m, block_n = plan.tile
-    k, n, size = x.shape[1], w.shape[-1], fabric.group.size
-    capacity = stage.half // k
-    lines = stage.lines // 2 - announced  # a line of announcements, and one to make their number even
+    k, n = x.shape[1], w.shape[-1]
     both = factors(x, w, fabric.bulk_copies)
     buffer, gathered = _rows_of(plan, fabric, stage, k, both.block_k)
     bias, ends = finishing(finish, y)
     aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
     bulk = aligned and whole and fabric.bulk_copies and y.numel() > 0
-    parts = 2 if bulk else 4
-    loaders = plan.share.communication_ctas or 1
+    halves, pieces = 2 if bulk else 4, fused.parts(plan, k)
+    known: dict[str, Any] = {
+        "tiles": len(table), "tasks": len(pushes) * pieces, "parts": pieces, "inner": k, "stride": both.strides[0],
+        "capacity": stage.half // k, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": halves, "BULK": bulk,
+        "EVEN": aligned, "WIDTH": plan.piece, "RANKS": fabric.group.size, "PULL": plan.pull, **ends, **both.constants,
+        **dict(zip(("abort", "error", "deadline_ns"), watch(fabric), strict=True)),
+    }  # fmt: skip
+    kernel: Any = fused_brought_kernel
+    if own is None:
+        kernel = fused_gather_kernel
+        known |= {
+            "b_row": both.strides[1], "b_expert": both.strides[2], "distance": buffer.stride(0),
+            "rank": fabric.group.rank, "GROUPED": both.grouped, "ANNOUNCED": announced,
+            "lines": stage.lines // 2 - announced,  # a line of announcements, and one to make their number even
+        }  # fmt: skip
+    else:
+        early = brought.early(-(-k // both.block_k), both.stages)
+        known |= {
+            "own": own, "early": early, "lines": stage.lines // 2, "spare": stage.lines, "rank": fabric.group.rank,
+            "SPLIT": plan.split,
+        }  # fmt: skip
 
     def launch(epochs: torch.Tensor, working: int) -> None:
-        kernel: Any = fused_gather_kernel
         a, b = both.operands((block_m, block_n))
+        c = descriptor(y, [block_m, block_n // halves]) if bulk else stage.taken
+        if own is None:
+            roles: dict[str, Any] = {"loaders": min(working, plan.share.communication_ctas or 1)}
+        else:
+            multiplying = fused.multiplying(working, plan)
+            last = brought.last_tiles(len(table) - own, multiplying, plan)
+            roles = {"multiplying": multiplying, "last": last, "partial": _partial(plan, fabric, stage)}
         kernel[(fabric.multiprocessors,)](
-            a, gathered, b, descriptor(y, [block_m, block_n // parts]) if bulk else stage.taken, both.a, y, bias, table,
-            pushes, stage.bases, stage.word_bases, stage.words.local, epochs, stage.taken, len(table), len(pushes),
-            working, min(working, loaders), k, *both.strides, buffer.stride(0), capacity, lines, fused.parts(plan, k),
-            fabric.group.rank, *watch(fabric),
-            BLOCK_M=block_m, BLOCK_N=block_n, GROUPED=both.grouped, PARTS=parts, BULK=bulk, EVEN=aligned,
-            WIDTH=plan.piece, RANKS=size, ANNOUNCED=announced, PULL=plan.pull, **ends, **both.constants,
+            a, gathered, b, c, both.a, y, bias, table, pushes, stage.bases, stage.word_bases, stage.words.local, epochs,
+            stage.taken, active=working, **roles, **known,
         )  # fmt: skip
 
-    # Columns, bias and activation are each rank's own.
-    variant = (both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
-    load(fabric, stage, ("gather", announced, plan.pull, plan.tile, plan.piece, x.dtype, both.grouped), variant, launch)
+    common = "gather", announced, plan.order, plan.pull, plan.split, plan.tile, plan.piece, x.dtype, both.grouped
+    # Columns, and so which of the kernels it is, bias and activation are each rank's own.
+    variant = (own is None, both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
+    load(fabric, stage, common, variant, launch)
     return launch

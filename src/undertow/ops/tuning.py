@@ -25,7 +25,7 @@ import torch
 
 from .. import __version__
 from ..errors import AllocationFailed, InvalidArgument, MismatchedCall, StrategyUnavailable
-from ..plan import cache, tuner
+from ..plan import brought, cache, tuner
 from ..plan.defaults import default_plan
 from ..plan.fused import stage_bytes
 from ..plan.plan import EMBEDDING
@@ -279,7 +279,7 @@ def _tried(request: Request, problem: Problem, machine: Machine, plans: list[Pla
         budget_seconds=max(0.0, budget_seconds - spent - _OVERHEAD_SECONDS),
         warm=timer.warm,
     )
-    found = tuple(_candidate(trial, trial.plan == decision.plan) for trial in decision.trials)
+    found = tuple(_candidate(problem, trial, trial.plan == decision.plan) for trial in decision.trials)
     return Choice(decision.plan, " ".join([decision.reason, *timer.left_out()]), found, gemm, decision)
 
 
@@ -297,11 +297,12 @@ def _predicted(problem: Problem, plan: Plan, machine: Machine) -> float:
         return math.nan
 
 
-def _candidate(trial: Trial, chosen: bool) -> Candidate:
+def _candidate(problem: Problem, trial: Trial, chosen: bool) -> Candidate:
     predicted, measured = (
         None if one is None or not math.isfinite(one) else one for one in (trial.predicted, trial.median)
     )
-    return Candidate(trial.plan.name, len(trial.plan.parcels), predicted, measured, chosen)
+    way = brought.way(problem.operator, trial.plan)
+    return Candidate(trial.plan.name, len(trial.plan.parcels), predicted, measured, chosen, way)
 
 
 class _Timer:

@@ -4,7 +4,7 @@ serial     the whole product first; what moves is cut only to keep a link busy i
 chunked    CHUNKS equal parts of the rows
 signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
            (moved by a collective program: always of whole bands)
-fused      all SMs, or where tiles wait all but one, compute, and move what they compute (`fused.py`)
+fused      all SMs, or where tiles wait all but one, compute, and move what they compute (`fused.py`, `brought.py`)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from . import fused
+from . import brought, fused
 from .plan import EMBEDDING, SLICES, Plan, Share, split
 from .problem import Problem
 
@@ -35,7 +35,7 @@ BESIDE_CTAS = 16  # of what runs there: they wait for memory, and several find r
 _PROGRAM_CTAS = 8
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
 _SPARE = 1  # SM that a fused call leaves to kernels of others
-_SUMMING = 33  # SMs of a fused call of which one sums while the others multiply: measured on four ranks of a 132
+_APART = 33  # SMs of a fused call of which one sums or brings rows beside the others: measured on four ranks of a 132
 _AT_ONCE_ROWS = 64  # of all ranks together: few rows that each rank sends to all
 
 
@@ -57,7 +57,42 @@ def default_plan(problem: Problem, grain: str, lane: str) -> Plan:
 
 
 def fused_plan(problem: Problem, lane: str) -> Plan:
-    """A fused plan. On a GPU: few rows have forms of their own, and who gathers has enough CTAs to bring the rows."""
+    """A fused plan. Of shards of two bands or more a GPU's CTAs bring pulled rows beside those that multiply; pushed
+    ones, which nobody has measured so between GPUs, before they multiply."""
+    if problem.device == "cuda" and problem.operator == "all_gather_matmul":
+        forms = gather_forms(problem, lane)
+        return forms["beside" if problem.together and "beside" in forms else "before"]
+    return _fused(problem, lane)
+
+
+def gather_forms(problem: Problem, lane: str) -> dict[str, Plan]:
+    """The forms of a gather on a GPU that are worth trying, for the usual tile: rows brought before CTAs multiply,
+    beside those that do, or by all of them at once (`brought.py`).
+
+    Those that bring rows beside others wait for nobody, and are over then: so they need no SM that stays free.
+    """
+    before = _fused(problem, lane)
+    assert before.tile is not None
+    found = {"before": before}
+    if not problem.bulk:
+        return found
+    every, active = problem.multiprocessors, max(1, problem.multiprocessors - _SPARE)
+    bands = _usual_bands(problem, before.tile[0])
+    if min(problem.shards) >= brought.BANDS * before.tile[0]:
+        found["beside"] = replace(before, order="rotated", share=Share(every, _apart(every)))
+    if before.pull and bands <= brought.AT_ONCE_BANDS:
+        piece = fused.piece_of(problem.k, bands, active)
+        found["at once"] = replace(before, order="rotated", share=Share(active, active), piece=piece)
+    return found
+
+
+def _apart(every: int) -> int:
+    """CTAs of so many that sum or bring rows beside the others."""
+    return max(1, every // _APART)
+
+
+def _fused(problem: Problem, lane: str) -> Plan:
+    """On a GPU: few rows have forms of their own, and who gathers has enough CTAs to bring the rows before the rest."""
     if problem.device == "cpu":
         tile = _tile(problem)
         if problem.operator == "matmul_all_reduce":  # every rank owns bands of it
@@ -78,7 +113,7 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
         bands = _usual_bands(problem, tile[0])
         waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
         if scatters:
-            loaders = max(1, active // _SUMMING)
+            loaders = _apart(active)
         else:
             loaders = _loaders(active, 2 if pull else problem.ranks, bands) if waits else min(active, _MOVING)
         share = Share(active, loaders)
@@ -106,7 +141,7 @@ def _few_rows(problem: Problem) -> dict[str, Any]:
 
 def fused_tile(problem: Problem, rows: int) -> tuple[int, int]:
     """The GPU's tile for blocks of so many rows."""
-    large, small = fused.gpu_tiles(problem)
+    large, small, *_ = fused.gpu_tiles(problem)
     crowded = problem.ranks > 4 and not problem.bulk  # sums of many ranks need the registers
     unaligned = problem.operator == "matmul_all_to_all" and problem.n % 8 != 0  # as do addresses of single elements
     return small if rows <= small[0] or crowded or unaligned else large

@@ -59,6 +59,7 @@ NARROWEST_PIECE = 256
 PUSHED = 256  # operations of a CTA in the time of pushing a byte: on an H200 7e12 a second against 27e9 bytes a second
 LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
+NARROW_TILE = (128, 128)  # another one where rows are gathered: more of them may fill waves better
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
 DECODE_TILES = tuple((rows, columns) for columns in (256, 128, 64) for rows in (16, 32, 64))
 AHEAD = (0, 256, 512, 1024, 2048)  # elements along K
@@ -84,17 +85,20 @@ def form(problem: Problem, plan: Plan) -> str:
 
 def multiplying(working: int, plan: Plan) -> int:
     """CTAs of those that work that multiply, where the others only sum or bring rows meanwhile: one at least."""
+    if at_once(plan):
+        return working
     return max(min(1, working), working - (plan.share.communication_ctas or 0))
 
 
 def brought(problem: Problem, plan: Plan) -> bool:
-    """Whether rows are brought by CTAs that multiply nothing meanwhile (`kernels/fused_brought.py`)."""
+    """Whether rows are brought by CTAs that multiply nothing meanwhile (`brought.py`)."""
     return problem.operator == "all_gather_matmul" and plan.order == "rotated"
 
 
-def early(steps: int, stages: int) -> int:
-    """How many tiles ahead a tile's rows are waited for, where loads of so many steps may be under way."""
-    return 1 + -(-stages // steps)
+def at_once(plan: Plan) -> bool:
+    """Whether all CTAs bring rows, and all multiply when they are over with it."""
+    bringing, every = plan.share.communication_ctas or 0, plan.share.multiprocessors
+    return plan.pull and plan.order == "rotated" and every is not None and bringing >= every
 
 
 def own_last(problem: Problem) -> bool:
@@ -138,8 +142,10 @@ def why_not_bands(k: int) -> str:
 
 
 def gpu_tiles(problem: Problem) -> tuple[tuple[int, int], ...]:
-    """Tiles that the kernels of this GPU have, the largest first."""
-    return GPU_TILES if problem.bulk else PLAIN_TILES
+    """Tiles that the kernels of this GPU have: the usual ones for many and for few rows, then others."""
+    if not problem.bulk:
+        return PLAIN_TILES
+    return (*GPU_TILES, NARROW_TILE) if problem.operator == "all_gather_matmul" else GPU_TILES
 
 
 def piece_of(k: int, bands: int = 1, loaders: int = 0) -> int:
@@ -239,7 +245,7 @@ def scatter_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadc
     row, rows, column, columns of the product; the row in the owner's shard; the tile's line, its number among all; the
     owner; the row of the output, which is the product's for all_reduce (`broadcast`) and the shard's otherwise.
     """
-    grid = _grid(shards, n, plan)
+    grid = grid_of(shards, n, plan)
     distance = (grid.bands[:, 2] - rank) % len(shards)
     order = np.argsort(distance, kind="stable")
     own = distance[order] == 0
@@ -268,7 +274,7 @@ def rotated_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Int
 
     The rows of own tiles count from the beginning of x there, too, but they have the line of their band.
     """
-    grid = _grid(shards, n, plan)
+    grid = grid_of(shards, n, plan)
     band, column = _rotated(grid, plan, rank)
     return _gathered(grid, band, column, rank, band)
 
@@ -281,33 +287,18 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
     from the beginning of x, and their line is OWN. Where they are pulled, all rows count from the beginning of their
     shard, and its rank stands last.
     """
-    grid = _grid(shards, n, plan)
-    arrival, shard = _arrival(grid, rank), grid.bands[:, 2]
+    grid = grid_of(shards, n, plan)
+    arrival, shard = arrival_of(grid, rank), grid.bands[:, 2]
     bands, columns = walked(arrival, plan, grid.columns)
     early = early_tiles(shards, n, plan, rank)
     if early:  # own bands are less than a group
         own = np.flatnonzero(shard[bands] == rank)
         order = np.concatenate([own[:early], np.delete(np.arange(len(bands)), own[:early])])
         bands, columns = bands[order], columns[order]
-    return _awaited(grid, bands, columns, plan, rank)
+    return awaited(grid, bands, columns, plan, rank)
 
 
-@lru_cache(256)
-def brought_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> tuple[Integers, int]:
-    """`gather_table` in which all own tiles come first, in groups of their own, and how many they are.
-
-    Weights are streamed once more than for groups that go on over the ends of shards, which takes less time than the
-    tiles of two bands or more.
-    """
-    grid = _grid(shards, n, plan)
-    arrival = _arrival(grid, rank)
-    own = grid.band_counts[rank]
-    walks = [walked(which, plan, grid.columns) for which in (arrival[:own], arrival[own:])]
-    bands, columns = (np.concatenate(one) for one in zip(*walks, strict=True))
-    return _awaited(grid, bands, columns, plan, rank), own * grid.columns
-
-
-def _arrival(grid: TileGrid, rank: int) -> Integers:
+def arrival_of(grid: TileGrid, rank: int) -> Integers:
     """Bands in the order in which they arrive: own ones, the first of each other rank, the second, ..."""
     shard = grid.bands[:, 2]
     within = np.arange(len(shard)) - np.cumsum([0, *grid.band_counts])[shard]
@@ -315,10 +306,15 @@ def _arrival(grid: TileGrid, rank: int) -> Integers:
     return np.lexsort((distance, within, distance > 0))
 
 
-def _awaited(grid: TileGrid, bands: Integers, columns: Integers, plan: Plan, rank: int) -> Integers:
-    """The table of a gather on a GPU: own tiles wait for nothing; pulled rows count from their owner's first."""
+def awaited(
+    grid: TileGrid, bands: Integers, columns: Integers, plan: Plan, rank: int, own_too: bool = False
+) -> Integers:
+    """The table of a gather on a GPU: own tiles wait for nothing, unless these (pulled) come as the others do; pulled
+    rows count from their owner's first.
+    """
     shard = grid.bands[:, 2]
-    table = _gathered(grid, bands, columns, rank, np.where(shard[bands] == rank, OWN, bands))
+    own = (shard[bands] == rank) & (not own_too)
+    table = _gathered(grid, bands, columns, rank, np.where(own, OWN, bands))
     if plan.pull:
         table = table.copy()
         table[:, ROW] = grid.bands[bands, 0] - np.array(grid.shard_rows, dtype=np.int64)[shard[bands]]
@@ -333,14 +329,14 @@ def early_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:
     Ranks push in step, so those rows are here when each has pushed as many bands, to all others, as the group has of
     the rank it has most of. Those who do not push compute own tiles meanwhile, in whole waves.
     """
-    grid = _grid(shards, n, plan)
+    grid = grid_of(shards, n, plan)
     own, every = grid.band_counts[rank], plan.share.multiprocessors
     if every is None or own >= plan.group_bands:
         return 0
     pushing = min(every, plan.share.communication_ctas or 1)
     counts = [count for other, count in enumerate(grid.band_counts) if other != rank]
-    awaited, deep = min(plan.group_bands - own, sum(counts)), 0
-    while awaited > sum(min(deep, count) for count in counts):
+    missing, deep = min(plan.group_bands - own, sum(counts)), 0
+    while missing > sum(min(deep, count) for count in counts):
         deep += 1
     copies = 1 if plan.pull else len(shards) - 1
     waves = -(-deep * copies * PUSHED // (grid.block_n * pushing))
@@ -352,10 +348,10 @@ def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
     """[bands, 8]: what `rank` pushes to all others: row and rows of x; the rank that is stored to first; row and line
     there; to how many it is stored, downwards and round; the first rank that is told, and how many are.
 
-    All are told, as that is one range of ranks: nobody waits for the words of own bands. What others pull is stored to
-    this rank alone.
+    All are told, as that is one range of ranks: words of own bands are waited for only where own tiles read them where
+    all do. What others pull is stored to this rank alone.
     """
-    grid, ranks = _grid(shards, 1, plan), len(shards)
+    grid, ranks = grid_of(shards, 1, plan), len(shards)
     mine = grid.bands[grid.bands[:, 2] == rank]
     table = np.zeros((len(mine) if ranks > 1 else 0, 8), dtype=np.int64)
     if ranks > 1:
@@ -371,7 +367,7 @@ def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
 
 def first_line(shards: tuple[int, ...], plan: Plan, rank: int) -> int:
     """The number of a rank's first band among all."""
-    return sum(_grid(shards, 1, plan).band_counts[:rank])
+    return sum(grid_of(shards, 1, plan).band_counts[:rank])
 
 
 def parts(plan: Plan, k: int) -> int:
@@ -379,7 +375,7 @@ def parts(plan: Plan, k: int) -> int:
     return -(-k // plan.piece)
 
 
-def _grid(shards: tuple[int, ...], n: int, plan: Plan) -> TileGrid:
+def grid_of(shards: tuple[int, ...], n: int, plan: Plan) -> TileGrid:
     assert plan.tile is not None
     return TileGrid(sum(shards), n, *plan.tile, shards)
 

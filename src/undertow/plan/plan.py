@@ -61,12 +61,13 @@ class Plan:
 
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above. Where tiles wait
     for rows, `share.communication_ctas` CTAs push them, in pieces of `piece` columns, before they multiply, or (`order`
-    "rotated") while the others multiply all own tiles first; where owners sum on a GPU, so many do only that
-    (`beside.py`). `split` is for few rows (all_reduce): 0 where owners sum, else in how many parts K
-    is cut for a one-shot exchange. `owners`: ranks own "rows" or, where few rows are summed by owners (all_reduce),
-    "columns". `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before the launch in front
-    of it has ended, 0: it begins after that. A rank's own tiles come last where they wait for the others'
-    (`fused.own_last`); elsewhere `order`, and `layout`, are "natural".
+    "rotated", `brought.py`) while the others multiply all own tiles first, or where all do so before all multiply;
+    where owners sum on a GPU, so many do only that (`beside.py`). `split` is for few rows: of all_reduce 0 where
+    owners sum, else in how many parts K is cut for a one-shot exchange; of all_gather in how many K of the last tiles
+    is, 0: it is not. `owners`: ranks own "rows" or, where few rows are summed by owners (all_reduce), "columns".
+    `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before the launch in front of it has
+    ended, 0: it begins after that. A rank's own tiles come last where they wait for the others' (`fused.own_last`);
+    elsewhere `order`, and `layout`, are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
@@ -229,7 +230,7 @@ class Plan:
             raise InvalidArgument(argument="plan", was="of natural layout and parcels of other sizes", must=must)
 
     def _check_fused(self, problem: Problem) -> None:
-        from . import fused
+        from . import brought, fused
 
         reason = fused.why_not(problem, self.lane)
         if reason:
@@ -266,8 +267,19 @@ class Plan:
                 f"one of {fused.AHEAD}, and 0 unless few rows are multiplied on a GPU with TMA",
                 self.ahead == 0 or (of_few and problem.bulk and problem.device == "cuda" and self.ahead in fused.AHEAD),
             ),
-            ("split", self.split, f"0 for {problem.m} rows and {problem.ranks} ranks", not self.split or few),
-            ("split", self.split, f"0 for {problem.operator}", not self.split or form == fused.DECODE),
+            (
+                "split",
+                self.split,
+                f"0, or where all CTAs bring pulled rows at once one of {brought.SPLITS}",
+                not (gathers and self.split) or (fused.at_once(self) and self.split in brought.SPLITS),
+            ),
+            (
+                "split",
+                self.split,
+                f"0 for {problem.m} rows and {problem.ranks} ranks",
+                gathers or not self.split or few,
+            ),
+            ("split", self.split, f"0 for {problem.operator}", gathers or not self.split or form == fused.DECODE),
             (
                 "piece",
                 self.piece,

@@ -43,7 +43,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import fused, pipeline, staged
+from . import brought, fused, pipeline, staged
 from .machine import at
 from .pipeline import Step
 from .plan import EMBEDDING
@@ -243,6 +243,8 @@ def matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequenc
     tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)
     one = tile_seconds(problem, machine, plan.tile, workers)
     ends = [-(-tiles * bound // (extent * workers)) * one for bound in bounds]
+    if fused.at_once(plan) and brought.last_tiles(tiles, workers, plan):
+        ends[-1] -= one * (1 - 1 / plan.split)
     times = [stop - start for start, stop in itertools.pairwise(ends)]
     return [machine.launch_seconds + times[0], *times[1:]] if times else []
 

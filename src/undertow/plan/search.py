@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import climb, flash_overlap, fused, pipeline, staged
-from .defaults import BESIDE_CTAS, default_plan, fused_plan
+from . import brought, climb, flash_overlap, fused, pipeline, staged
+from .defaults import BESIDE_CTAS, default_plan, fused_plan, gather_forms
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
 from .predict import (
@@ -115,15 +115,25 @@ def fused_plans(problem: Problem) -> list[Plan]:
         return []
     first = fused_plan(problem, "peer")
     found = [first]
-    if problem.operator == "all_gather_matmul":  # more CTAs that push bring the rows sooner, and compute less
-        counts = {min(ctas, first.share.multiprocessors or ctas) for ctas in _LOADERS}
-        shares = (dataclasses.replace(first.share, communication_ctas=ctas) for ctas in sorted(counts))
-        found += [dataclasses.replace(first, share=share) for share in shares]
-        if problem.together:  # pushing takes more of the memory they share, and reads less often what is far
-            found.append(fused_plan(dataclasses.replace(problem, together=False), "peer"))
+    if problem.operator == "all_gather_matmul":
+        found += _gathers(problem)
     elif fused.form(problem, first) in fused.OF_FEW_ROWS and first.tile is not None:
         found += [dataclasses.replace(first, **other) for other in _other_ways(first)]
     return list({plan.digest: plan for plan in found}.values())
+
+
+def _gathers(problem: Problem) -> list[Plan]:
+    """Every form of a fused gather."""
+    forms = gather_forms(problem, "peer")
+    found = list(forms.values())
+    before, at_once = forms["before"], forms.get("at once")
+    counts = {min(ctas, before.share.multiprocessors or ctas) for ctas in _LOADERS}
+    for ctas in sorted(counts):  # more CTAs that push bring the rows sooner, and compute less
+        found.append(dataclasses.replace(before, share=dataclasses.replace(before.share, communication_ctas=ctas)))
+    found += brought.fuller_waves(problem, at_once) if at_once is not None else []
+    if problem.together:  # pushing takes more of the memory they share, and reads less often what is far
+        found.append(gather_forms(dataclasses.replace(problem, together=False), "peer")["before"])
+    return found
 
 
 def _other_ways(first: Plan) -> list[dict[str, Any]]:

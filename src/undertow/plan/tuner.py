@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument
+from .fused import at_once
 from .plan import Plan
 
 if TYPE_CHECKING:
@@ -101,11 +102,12 @@ def short_list(candidates: Sequence[Plan]) -> list[Plan]:
     if not serial:
         raise InvalidArgument(argument="candidates", was=f"{len(candidates)} plans", must="plans with a serial one")
     others: list[tuple[int, Plan]] = []
-    alike: Counter[str] = Counter()
+    alike: Counter[tuple[str, str, bool]] = Counter()
     for plan in candidates:
         if not _is_serial(plan):
-            alike[plan.name] += 1
-            others.append((alike[plan.name], plan))
+            kind = plan.name, plan.order, at_once(plan)  # fused gathers are of several kinds
+            alike[kind] += 1
+            others.append((alike[kind], plan))
     others = [one for one in others if one[0] <= _ALIKE]
     others.sort(key=lambda one: one[0])  # stable: the best of each kind, then the second of each
     return serial + [plan for _, plan in others[:_MOST]]
