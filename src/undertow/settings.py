@@ -40,6 +40,11 @@ CACHE_DIR = Setting(
     "UNDERTOW_CACHE_DIR", "", "Folder of plans, tables and machine files. Unset: the user's cache folder."
 )
 MPS = Setting("UNDERTOW_MPS", "auto", "`auto`, `off` (time slicing), or `require` (refuse without MPS).")
+GATE = Setting(
+    "UNDERTOW_GATE",
+    "auto",
+    "`auto`: ranks that share a GPU meet before kernels that wait for each other; `off`: they do not, and may hang.",
+)
 DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."
 )

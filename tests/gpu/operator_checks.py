@@ -361,5 +361,36 @@ def late_products_are_waited_for(group: ut.Group) -> None:
             assert wrong == (0, 0), f"{strategy}, turn {turn}: {wrong} elements of all_reduce and reduce_scatter"
 
 
+@check
+def matmuls_in_clusters_find_room(group: ut.Group) -> None:
+    """Ranks wait in kernels of all kinds for one that is late, whose next matmul is launched in clusters of several
+    SMs (cuBLAS: 4 x 2 of them for few columns and a long K): on a shared GPU it must find them.
+    """
+    rows, width, narrow = 512, 4096, 256
+    x = torch.ones(rows, width // 4, dtype=torch.bfloat16, device=group.device)
+    w = torch.ones(width // 4, width, dtype=torch.bfloat16, device=group.device)
+    wide = torch.ones(rows, width, dtype=torch.bfloat16, device=group.device)
+    few = torch.ones(narrow, width, dtype=torch.bfloat16, device=group.device)
+    want = float(group.size * width // 4)
+
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "collective": lambda: ut.collective.all_reduce(torch.mm(x, w), group=group),
+        "sums": lambda: ut.matmul_all_reduce(x, w, group=group, strategy="fused:peer"),
+        "own sums": lambda: ut.matmul_reduce_scatter(x, w, group=group, strategy="fused:peer"),
+        "few rows": lambda: ut.matmul_all_reduce(x[:4], w, group=group, strategy="fused:peer"),
+        "rows": lambda: ut.all_gather_matmul(x, w, group=group, strategy="fused:peer") * group.size,
+        "rows of a lane": lambda: ut.all_gather_matmul(x, w, group=group, strategy="signaled:peer") * group.size,
+    }
+    for turn in range(40):
+        if turn % group.size == group.rank:
+            torch.cuda._sleep(500_000)
+        found = {}
+        for name, call in calls.items():
+            torch.nn.functional.linear(wide, few)
+            found[name] = call()
+        for name, y in found.items():
+            assert bool((y == want).all()), (turn, name)
+
+
 for _one in (*few_row_checks.CHECKS, *token_checks.CHECKS, *staged_checks.CHECKS):
     check(_one)

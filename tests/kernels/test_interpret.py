@@ -29,7 +29,7 @@ from undertow.collective.algorithms import LIBRARY
 from undertow.collective.bind import tiling
 from undertow.collective.cuda_kernels import EARLIEST, PACKET_WARPS, WARPS, kernel_variant, launch_options
 from undertow.collective.schedule import Schedule
-from undertow.collective.selection import CUDA
+from undertow.collective.selection import CUDA, most_ctas
 from undertow.collective.straight import rows, straighten
 from undertow.errors import InvalidArgument
 from undertow.kernels.interpret import interpret_kernel
@@ -356,3 +356,10 @@ def test_long_tiles_in_the_interpreter() -> None:
 @pytest.mark.nightly
 def test_the_whole_library_in_the_interpreter() -> None:
     interpreted("library", 3000)
+
+
+def test_ranks_that_share_a_gpu_leave_half_of_it() -> None:
+    """Who waits there leaves room for the matmuls of those that are waited for."""
+    assert most_ctas(132, False) == 132
+    assert most_ctas(33, True) == 16
+    assert most_ctas(1, True) == 1

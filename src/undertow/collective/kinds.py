@@ -17,7 +17,7 @@ from .algorithms import LIBRARY
 from .copies import Copies
 from .language import Program
 from .runtime import Executable, executable
-from .selection import Choice, choose
+from .selection import Choice, choose, most_ctas
 from .tables import Table
 from .topology import Topology
 
@@ -97,8 +97,9 @@ def executable_of(on: Group, kind: Kind) -> Executable:
         choice, lane = kind.choice, kind.lane or "peer"
         instances = choice.instances
         shared = on.device.type == "cpu" and lane == "peer" and len(on.local_ranks) == on.size
-        if on.device.type == "cuda":  # every CTA must have a multiprocessor, on every rank
-            seen = on.exchange(fabric.multiprocessors, "multiprocessors")
+        if on.device.type == "cuda":
+            most = most_ctas(fabric.multiprocessors, fabric.shares_device)
+            seen = on.exchange(most, "how many CTAs a rank may take")
             instances = max(1, min(instances, min(seen) // choice.workers))
         schedule = kind.program.compile(
             topology=Topology.of(on.nodes), root=kind.root, in_place=kind.in_place, target="staged",

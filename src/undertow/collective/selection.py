@@ -61,7 +61,7 @@ CPU["all_reduce"] = (
     Choice(inf, "two_shot", stride=256 << 10, depth=1),
 )
 # On a GPU: packets while latency is all there is, then the direct programs, on as many CTAs as it takes to keep the
-# memory busy (a rank with fewer multiprocessors takes all it has). Packets of more than 8 ranks do not fit the kernel.
+# memory busy (a rank takes no more than `most_ctas`). Packets of more than 8 ranks do not fit the kernel.
 # From a sweep over CTAs, warps and loads in flight, all_reduce of symmetric buffers on 4 ranks of a virtual node (one
 # H200), and a look at 8. GPUs joined by links, other collectives, and staged calls of ordinary tensors follow it
 # unmeasured (but for warps: straight-line kernels' only).
@@ -70,7 +70,8 @@ CUDA: dict[str, tuple[Choice, ...]] = {
     name: (
         Choice(128 << 10, program, instances=_FEW),
         Choice(512 << 10, program, instances=_SOME),
-        Choice(8 << 20, program, instances=_ALL),
+        Choice(2 << 20, program, instances=_SOME),
+        Choice(8 << 20, program, instances=_SOME, warps=16),
         Choice(inf, program, instances=_ALL, warps=16),
     )
     for name, program in _PROGRAMS.items()
@@ -82,6 +83,15 @@ CUDA["all_reduce"] = (
     *CUDA["all_reduce"],
 )
 NODES = {"all_reduce": "hierarchical", "all_gather": "all_gather_hierarchical", "all_to_all": "all_to_all_two_step"}
+
+
+def most_ctas(multiprocessors: int, shared: bool) -> int:
+    """CTAs that a call takes at most, each on a multiprocessor of its own: on a GPU that ranks share, half of a rank's.
+
+    They wait there while other ranks still compute, and matmuls that are launched in clusters of several neighbouring
+    multiprocessors (cuBLAS takes up to 8) find room only where not every one has a CTA that waits for them.
+    """
+    return max(1, multiprocessors // 2) if shared else multiprocessors
 
 
 def choose(collective: str, nbytes: int, device: str, topology: Topology) -> Choice:

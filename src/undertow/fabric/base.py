@@ -253,6 +253,10 @@ class Service(Protocol):
         """End the thread; not collective."""
 
 
+def _pass() -> None:
+    """Nobody is waited for."""
+
+
 class Fabric(ABC):
     """Where the ranks of one group meet."""
 
@@ -260,6 +264,7 @@ class Fabric(ABC):
     multiprocessors: int  # SMs (on a CPU: threads) that this rank computes with
     bulk_copies = True  # whether a GPU has TMA; a CPU has no tiles that would be chosen by it
     together = False  # whether all ranks share one GPU, and its memory
+    shares_device = False  # whether two ranks do
     unknown_sharers = ""  # why nobody can tell who else fills this device; the same on all ranks
 
     def __init__(self, group: Group) -> None:
@@ -274,6 +279,10 @@ class Fabric(ABC):
         self._bandwidths: dict[tuple[str, int], float] = {}
         self._lock = threading.RLock()
         self.kept: dict[int, object] = {}  # what those above keep with this fabric, and lose with it
+
+    def gate(self) -> Callable[[], None]:
+        """What every rank calls before a kernel whose CTAs wait for other ranks' (`gate.py`). Collective at first."""
+        return _pass
 
     # -- memory --------------------------------------------------------------------------------------------------
 

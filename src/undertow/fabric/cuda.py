@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .. import errors
+from .. import errors, settings
 from . import atomics, green, sharers, stream_memory, torch_symmetric
 from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
+from .gate import Gate
 from .joined import Joined
 from .pinned import PinnedSegment
 from .share import bounded_grids, on_multiprocessors
@@ -41,6 +42,7 @@ class CudaFabric(Fabric):
         self._streams: dict[tuple[str, int], CudaStream] = {}
         self._flags: list[CudaSignals] = []
         self._joined: list[Joined] = []
+        self._gate: Gate | None = None
         properties = torch.cuda.get_device_properties(self.device)
         mine = sharers.seat(str(properties.uuid), int(properties.multi_processor_count), dist.get_world_size())
         seats = [sharers.Seat(*one) for one in group.exchange(list(mine), "which GPUs ranks have")]
@@ -178,6 +180,14 @@ class CudaFabric(Fabric):
         if name == "peer":
             return PeerLane(self)
         return StagedLane(self) if self._no_peers or self.shares_device else CopyLane(self)
+
+    def gate(self) -> Callable[[], None]:
+        if not self.shares_device or self._no_peers or not settings.GATE.is_on():
+            return super().gate()
+        with self._lock:
+            if self._gate is None:
+                self._gate = Gate(self)
+            return self._gate
 
     def stream(self, name: str, priority: int = 0) -> Stream:
         with self._lock:

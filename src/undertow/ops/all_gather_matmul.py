@@ -197,10 +197,12 @@ def bring_and_multiply(
         product.start()
         also(None)
         return
-    communication = fabric.stream("communication", priority=plan.share.communication_priority)
+    communication, gate = fabric.stream("communication", priority=plan.share.communication_priority), fabric.gate()
     try:
         product.prepare()
         communication.fork()
+        if product.waits_for_rows:
+            gate()
         product.start()
         if product.waits_for_rows:
             for parcel in range(parcels):

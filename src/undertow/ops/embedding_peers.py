@@ -277,6 +277,7 @@ def run_over_peers(
     if plan.grain == "fused":
         found, told, awaited = result.slices(leaving, words), words.told(sources, here), words.awaited(sources, here)
         lookup.exchange(found, told, awaited, result.place + 1, result.whole, only_load=True)
+        fabric.gate()()
         with timeline.event("lookup and send", engine="compute", bags=sum(one.bags for one in leaving)):
             lookup.exchange(found, told, awaited, result.place + 1, result.whole)
         return

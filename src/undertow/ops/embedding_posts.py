@@ -191,6 +191,8 @@ class Call:
         arrivals = self.posted.arrivals(self.plan, rank, [one for one in sources if one not in self.direct])
         post, tickets = self._posting(found, told, only_load)
         take = self._taking(tickets, arrivals, awaited, only_load)
+        if not only_load:
+            self.fabric.gate()()
         with timeline.event("lookup and post", engine="compute", bags=sum(one.bags for one in found)):
             post()
         with timeline.event("take", engine=self.plan.lane, slices=len(arrivals)):

@@ -82,12 +82,14 @@ def run(
             call = tokens_cpu.exchange(x, w, y, tokens, plan, finish, fabric)
         else:
             call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
+    gate = fabric.gate()
     with half_way(fabric.group):
         if beside is not None:
             if beside.bring is not None:
                 beside.bring(Carrier(fabric, lane, y, beside.longest))
                 lane.flush()
             beside.compute()
+        gate()
         call()
 
 
@@ -113,5 +115,7 @@ def arrive(
         from . import tokens_cpu
 
         call = tokens_cpu.arrive(x, w, received, y, tokens, plan, finish, fabric, arriving)
+    gate = fabric.gate()
     with half_way(fabric.group):
+        gate()
         call()
