@@ -372,13 +372,16 @@ def matmuls_in_clusters_find_room(group: ut.Group) -> None:
     wide = torch.ones(rows, width, dtype=torch.bfloat16, device=group.device)
     few = torch.ones(narrow, width, dtype=torch.bfloat16, device=group.device)
     want = float(group.size * width // 4)
-
+    uneven = [rows - 40 * (group.size - 1), *[40] * (group.size - 1)]
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "collective": lambda: ut.collective.all_reduce(torch.mm(x, w), group=group),
         "sums": lambda: ut.matmul_all_reduce(x, w, group=group, strategy="fused:peer"),
         "own sums": lambda: ut.matmul_reduce_scatter(x, w, group=group, strategy="fused:peer"),
         "few rows": lambda: ut.matmul_all_reduce(x[:4], w, group=group, strategy="fused:peer"),
         "rows": lambda: ut.all_gather_matmul(x, w, group=group, strategy="fused:peer") * group.size,
+        "serial sums": lambda: ut.matmul_all_reduce(x, w, group=group, strategy="serial:peer"),
+        "serial own sums": lambda: ut.matmul_reduce_scatter(x, w, rows=uneven, group=group, strategy="serial:peer"),
+        "serial rows": lambda: ut.all_gather_matmul(x, w, group=group, strategy="serial:peer") * group.size,
         "rows of a lane": lambda: ut.all_gather_matmul(x, w, group=group, strategy="signaled:peer") * group.size,
     }
     for turn in range(40):

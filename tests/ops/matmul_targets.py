@@ -207,3 +207,22 @@ def odd_but_right(name: str) -> bool:
         assert bad == holders.get(name, {}).get(rank, size if name == "all_gather_matmul" else bad)
         assert bad < y.shape[0]
     return usable(group, name)
+
+
+# -- whole results by collectives --------------------------------------------------------------------------------------
+
+
+def serial_by_collectives(seed: int, part: float) -> int:
+    """What `serial:peer` does on a GPU, here: cases of it that were right, then gradients of it and of fused calls."""
+    import gradient_targets
+
+    from undertow.ops import whole
+
+    group = ut.init()
+    whole.DEVICES.append("cpu")
+    found = [one for one in suite.cases(seed, part) if one.strategy == "serial:peer"]
+    for case in found:
+        suite.verify(group, case)
+    gradient_targets.exact(part / 4, seed)
+    assert any(hasattr(one, "schedule") for one in group.fabric.kept.values()), "no collective ran"
+    return len(found)

@@ -111,3 +111,9 @@ def test_bad_input_is_one_sentence_and_the_group_goes_on(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_strided_empty_and_not_a_number(name: str) -> None:
     assert ut.launch(targets.odd_but_right, 2, device="cpu", args=(name,), deadline=20) == [True, True]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.nightly)])
+def test_whole_results_move_by_collectives(ranks: int) -> None:
+    """As on a GPU, where one kernel moves what overlaps with nothing."""
+    assert min(ut.launch(targets.serial_by_collectives, ranks, device="cpu", args=(SEED + ranks, 0.3))) > 80

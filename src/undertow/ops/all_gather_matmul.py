@@ -42,6 +42,7 @@ from .operands import check_factors, dtype_name, output
 from .overlap import give_up, half_way, join
 from .produce import product_of
 from .product import Product
+from .whole import mover, moves_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -147,6 +148,17 @@ def _run(
     gathered = x.new_empty(problem.m, k)
     gathered[firsts[rank] : firsts[rank] + x.shape[0]] = x
     shard = gathered[firsts[rank] : firsts[rank] + x.shape[0]]
+    if moves_whole(plan, fabric, lane):
+        spans = [rows * k for rows in problem.shards]
+        move = mover(fabric, "all_gather", x.dtype, spans, ctas=plan.share.communication_ctas)
+        product = product_of(fabric, problem, plan, gathered, w, y.view(-1), None if finish.nothing else finish)
+        with half_way(fabric.group):
+            move(shard.view(-1), gathered.view(-1))
+            product.start()
+            if arriving is not None:
+                arriving.begin(gathered)
+                arriving.add([(0, problem.m)])
+        return
     comes, goes, longest = _movements(problem, plan, rank, size)
     carrier = Carrier(fabric, lane, x, k * longest)
     product = product_of(fabric, problem, plan, gathered, w, y.view(-1), None if finish.nothing else finish)

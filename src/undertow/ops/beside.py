@@ -84,12 +84,23 @@ class Arriving:
 class Beside:
     """`compute` runs after the matmul, beside what still moves; `bring`, if any, before it and beside the matmul.
 
-    `longest`: elements of the longest piece that `bring` sends to another rank; the same on all ranks.
+    `longest`: elements of the longest piece that `bring` sends to another rank; the same on all ranks. `gathers`: what
+    it brings, for those who bring it otherwise.
     """
 
     compute: Callable[[], None]
     bring: Callable[[Carrier], None] | None = None
     longest: int = 0
+    gathers: Gathers | None = None
+
+
+@dataclass(frozen=True)
+class Gathers:
+    """`whole` [M, K] = the `shard`s [M_r, K] of all ranks, of `rows[r]` rows each."""
+
+    shard: torch.Tensor
+    whole: torch.Tensor
+    rows: tuple[int, ...]
 
 
 def multiplied(x: torch.Tensor, dz: torch.Tensor, dw: torch.Tensor) -> None:
@@ -116,4 +127,4 @@ def gathered_again(x: torch.Tensor, counts: Sequence[int], rank: int, use: Calla
             carrier.receive(parcel, [part(source, parcel) for source in range(len(counts))])
 
     longest = max(stop - start for cuts in pieces for start, stop in cuts) * x.shape[1]
-    return Beside(lambda: use(whole), bring, longest)
+    return Beside(lambda: use(whole), bring, longest, Gathers(x, whole, tuple(counts)))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ..collective.carry import Carrier
 from .overlap import half_way
+from .whole import bringer, has_collectives
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric, Lane
@@ -82,12 +83,14 @@ def run(
             call = tokens_cpu.exchange(x, w, y, tokens, plan, finish, fabric)
         else:
             call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
-    gate = fabric.gate()
+    gate, kernels = fabric.gate(), has_collectives(fabric, lane)
+    bring = bringer(fabric, beside if kernels else None)
     with half_way(fabric.group):
         if beside is not None:
-            if beside.bring is not None:
+            if beside.bring is not None and not kernels:
                 beside.bring(Carrier(fabric, lane, y, beside.longest))
                 lane.flush()
+            bring()
             beside.compute()
         gate()
         call()

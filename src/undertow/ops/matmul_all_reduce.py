@@ -46,6 +46,7 @@ from .produce import placed, product_of
 from .product import NoProduct
 from .program import ProgramCall
 from .program import run as run_program
+from .whole import mover, moves_whole, multiply_and_move
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -146,6 +147,13 @@ def run(
     """`compute` False: only what moves, for measurements."""
     if plan.grain == "fused":
         run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
+        return
+    if moves_whole(plan, fabric, lane):
+        flat = y.view(-1)
+        move = mover(fabric, "all_reduce", y.dtype, [y.numel()], True, plan.share.communication_ctas)
+        product = product_of(fabric, problem, plan, x, w, flat, None) if compute else NoProduct()
+        multiply_and_move(fabric, product, lambda: move(flat, flat), beside)
+        finish.apply(y)
         return
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"

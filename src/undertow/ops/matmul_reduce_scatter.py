@@ -40,6 +40,7 @@ from .produce import placed, product_of
 from .product import NoProduct
 from .program import ProgramCall
 from .program import run as run_program
+from .whole import mover, moves_whole, multiply_and_move
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -162,6 +163,13 @@ def run(
         return
     rank, n = fabric.group.rank, problem.n
     buffer = x.new_empty(problem.m * n)
+    if moves_whole(plan, fabric, lane):
+        spans = [rows * n for rows in problem.shards]
+        move = mover(fabric, "reduce_scatter", y.dtype, spans, ctas=plan.share.communication_ctas)
+        product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
+        multiply_and_move(fabric, product, lambda: move(buffer, y.view(-1)), beside)
+        finish.apply(y)
+        return
     packed = plan.grain == "signaled" and plan.layout == "packed"
     finishes_parts = not packed and finish.after is None
     first = sum(problem.shards[:rank]) * n
