@@ -2,9 +2,10 @@
 
 **Matmul.** rate(c) are the operations per second of the machine's matmul on c workers, inside a full wave. A tile takes
 `Work.overhead` + 2 block_m block_n k / (efficiency · rate(c) / c), a kernel ceil(tiles / c) such waves. Serial and
-chunked matmuls are the library's: tiles of `LIBRARY_TILE`, without overhead. CPU threads have no waves of their own:
-there a matmul takes its operations at the rate, and tails cost what they are. Where the machine tells its `copy_speed`,
-no matmul is faster than its operands can be read.
+chunked matmuls are the library's: tiles of `LIBRARY_TILE`, without overhead. Both take as many times longer as the
+machine's curves over k say. CPU threads have no waves of their own: there a matmul takes its operations at the rate,
+and tails cost what they are. Where the machine tells its `copy_speed` or `read_speed`, no matmul is faster than its
+operands can be read: a wave over g bands (those of a parcel, `group_bands` at most) reads g of x and c / g blocks of w.
 
 **Communication.** Of B bytes of its product each of R ranks sends, and receives,
 
@@ -21,13 +22,16 @@ the mirror image: the lane is the producer, tiles wait for rows. serial is one p
 is cut: lanes are measured with their own pipelining.
 
 **Staged.** Where the machine tells of its copy engines, `dma` goes through host memory, and parcels pass stages of
-which several are under way at once (`staged`); a parcel's collective alone would take longer than it adds.
+which several are under way at once (`staged`); a parcel's collective alone would take longer than it adds. The host
+enqueues one parcel after the other, chunks' matmuls among them. Libraries' matmuls of ranks that share a GPU take all of
+it one after the other: the first rank may send while the others compute (`Work.stagger`).
 
 **Lookups.** embedding_all_to_all has bags of k rows instead of a matmul: every row is read and every sum written once,
 at twice the speed of a copy. What is fused moves while it is pooled, and takes as long as the longer of the two; but a
 GPU's slices that are posted to the proxy leave as parcels do, and all that arrives is brought to its place in the end.
 
-A parcel counts as its share of the tiles, tails and uneven splits notwithstanding.
+A parcel counts as its share of the tiles, tails and uneven splits notwithstanding; where parcels are fractions of every
+rank's bands, as the bands that this gives.
 
 **Fused.** Tiles move while others are computed, so the longer of the two counts, the matmul slowed by the lane. What
 comes after is the last tile's way (signal, skew), and what only one rank can do then: the owner reads all ranks' parts
@@ -39,7 +43,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -101,22 +105,72 @@ def is_staged(problem: Problem, machine: Machine, lane: str) -> bool:
 
 
 def _staged(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
-    assert machine.engines is not None
     bounds = [0, *itertools.accumulate(stop - start for start, stop in plan.parcels)]
-    whole = max(1, bounds[-1])
-    serial = plan.grain == "serial"
-    computing = matmul_times(problem, plan, machine, [0, whole] if serial else bounds)
-    gemm = sum(computing)
-    engines, slow = beside_matmul(problem, plan, machine) if not serial else (machine.engines, 1.0)
-    ready = [gemm] * len(plan.parcels) if serial else [slow * one for one in itertools.accumulate(computing)]
-    pieces = [problem.result_bytes * (stop - start) / whole / problem.ranks for start, stop in plan.parcels]
-    where = problem.operator, problem.ranks, machine.shares_device, pieces
-    arrived = staged.last_arrival(engines, *where, ready, ready[-1] if ready else 0.0)
-    around = engines.call + engines.end
-    alone = around + staged.last_arrival(engines, *where, [0.0] * len(pieces))
+    call = Staging(problem, plan, machine)
+    computing, pieces = call.computing(bounds), call.pieces(bounds)
+    around = call.engines.call + call.engines.end
+    where = problem.operator, problem.ranks, machine.shares_device
+    alone = around + staged.last_arrival(call.engines, *where, pieces, [0.0] * len(pieces))
     packed = plan.grain == "signaled" and plan.layout == "packed"
     unpack = unpack_seconds(problem, machine) if packed else 0.0
-    return Prediction(gemm, alone, unpack, around + max([arrived, *ready[-1:]]) + unpack)
+    return Prediction(sum(computing), alone, unpack, around + call.end(bounds) + unpack)
+
+
+class Staging:
+    """A plan over copy engines, whatever the bounds of its parcels: what is known once is asked for many of them."""
+
+    def __init__(self, problem: Problem, plan: Plan, machine: Machine) -> None:
+        assert machine.engines is not None
+        self.problem, self.plan, self.machine = problem, plan, machine
+        self.serial, self.engines, self._slow = plan.grain == "serial", machine.engines, 1.0
+        if not self.serial:
+            self.engines, self._slow = beside_matmul(problem, plan, machine)
+        self._host = self.engines.parcel_seconds(problem.operator)
+        self._matmuls = len(_matmul_shards(problem, plan))
+
+    def computing(self, bounds: Sequence[int]) -> list[float]:
+        """Seconds of each parcel's matmul; of the only one, where it is serial."""
+        ends = [0, max(1, bounds[-1])] if self.serial else bounds
+        return matmul_times(self.problem, self.plan, self.machine, ends, self._tiles(bounds))
+
+    def pieces(self, bounds: Sequence[int]) -> list[float]:
+        """Bytes that each parcel holds for each rank."""
+        sizes = self._tiles(bounds) or [stop - start for start, stop in itertools.pairwise(bounds)]
+        return [self.problem.result_bytes * one / max(1, sum(sizes)) / self.problem.ranks for one in sizes]
+
+    def end(self, bounds: Sequence[int]) -> float:
+        """When all has arrived, from the moment on when the host has begun to enqueue the matmul."""
+        computing, pieces = self.computing(bounds), self.pieces(bounds)
+        ready, early, now = [], [], 0.0
+        stagger = self.machine.work.stagger if self.machine.shares_device and self.plan.tile is None else 0.0
+        for number, seconds in enumerate(computing):
+            if self.plan.grain == "chunked":  # its matmul is enqueued after the parcels before it
+                now = max(now, number * self._host)
+            now += self._slow * seconds
+            ready.append(now)
+            early.append(now - stagger * self._slow * seconds / self._matmuls)
+        if self.serial:
+            ready, early = ready * len(pieces), early * len(pieces)
+        until = 0.0 if self.serial else now
+        where = self.problem.operator, self.problem.ranks, self.machine.shares_device
+        return max(now, staged.last_arrival(self.engines, *where, pieces, ready, until, early, self._largest(pieces)))
+
+    def _tiles(self, bounds: Sequence[int]) -> list[int] | None:
+        """Tiles of each parcel where it is a fraction of every rank's bands, of which there may be none."""
+        problem, plan, extent = self.problem, self.plan, max(1, bounds[-1])
+        if plan.tile is None or plan.order != "proportional" or plan.layout != "natural":
+            return None
+        columns, bands = -(-problem.n // plan.tile[1]), [-(-rows // plan.tile[0]) for rows in problem.shards]
+        ends = [columns * sum(count * bound // extent for count in bands) for bound in bounds]
+        return [stop - start for start, stop in itertools.pairwise(ends)]
+
+    def _largest(self, pieces: Sequence[float]) -> list[float] | None:
+        """The most that each parcel holds for one rank, where parcels are bands that ranks have in turn."""
+        problem, plan = self.problem, self.plan
+        if plan.tile is None or plan.layout != "natural" or problem.operator != "matmul_reduce_scatter":
+            return None
+        band = problem.n * plan.tile[0] * problem.item_size
+        return [min(piece * problem.ranks, math.ceil(piece / band - 1e-6) * band) for piece in pieces]
 
 
 def beside_matmul(problem: Problem, plan: Plan, machine: Machine) -> tuple[staged.Engines, float]:
@@ -201,6 +255,7 @@ def tile_seconds(problem: Problem, machine: Machine, tile: tuple[int, int], work
     operations = 2 * tile[0] * tile[1] * problem.k if machine.gemm.workers == "SMs" else problem.flops / tiles
     work = machine.work
     seconds = work.overhead + operations * workers / (work.efficiency * rate(problem, machine, workers))
+    seconds *= work.tile_factor(problem.k)
     return max(seconds, _reading(problem, machine, problem.m) / -(-tiles // workers))
 
 
@@ -217,34 +272,75 @@ def matmul_seconds(problem: Problem, machine: Machine, workers: int, rows: int) 
     if machine.gemm.workers == "SMs":
         waves = -(-_tiles(rows, problem.n, LIBRARY_TILE) // workers)
         seconds = waves * workers * 2 * math.prod(LIBRARY_TILE) * problem.k / speed
+    seconds *= machine.work.library_factor(problem.k) * machine.work.rows_factor(rows)
     return machine.launch_seconds + max(seconds, _reading(problem, machine, rows))
 
 
 def _reading(problem: Problem, machine: Machine, rows: int) -> float:
-    """Seconds to read x and w and to write y once; a copy reads and writes, so memory is twice as fast. 0: unknown."""
-    if machine.work.copy_speed is None:
+    """Seconds to read x and w and to write y once. 0: unknown."""
+    speed = _read_speed(machine)
+    if speed is None:
         return 0.0
     elements = rows * problem.k + problem.k * problem.n + rows * problem.n
-    return elements * problem.item_size / (2 * machine.work.copy_speed)
+    return elements * problem.item_size / speed
 
 
-def matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int]) -> list[float]:
-    """What each parcel's part of the matmul takes, in the order of the parcels."""
+def _read_speed(machine: Machine) -> float | None:
+    """Bytes per second that a rank's matmul can read; a copy reads and writes, so memory is twice as fast."""
+    work = machine.work
+    return work.read_speed or (None if work.copy_speed is None else 2 * work.copy_speed)
+
+
+def matmul_times(
+    problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int], held: Sequence[int] | None = None
+) -> list[float]:
+    """What each parcel's part of the matmul takes, in their order. `held`: the tiles of each, if not by the bounds."""
     workers, extent = workers_of(problem, plan), max(1, bounds[-1])
     if plan.tile is None or problem.operator == EMBEDDING:
-        apart = plan.grain == "chunked" and problem.operator in ("matmul_reduce_scatter", "matmul_all_to_all")
-        shards = problem.shards if apart else (problem.m,)  # rows of every rank in each parcel are a matmul each
         times = [0.0] * (len(bounds) - 1)
-        for rows in shards:
+        for rows in _matmul_shards(problem, plan):
             cuts = [rows * bound // extent for bound in bounds]
             for at, (start, stop) in enumerate(itertools.pairwise(cuts)):
                 times[at] += matmul_seconds(problem, machine, workers, stop - start)
         return times
-    tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)
     one = tile_seconds(problem, machine, plan.tile, workers)
-    ends = [-(-tiles * bound // (extent * workers)) * one for bound in bounds]
+    tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)
+    reached = [-(-tiles * bound // extent) for bound in bounds]
+    parcels = held or [stop - start for start, stop in itertools.pairwise(reached)]
+    ends = [-(-tiles // workers) * one for tiles in itertools.accumulate(parcels, initial=0)]
     times = [stop - start for start, stop in itertools.pairwise(ends)]
+    if machine.work.read_speed is not None and plan.grain == "signaled" and plan.layout == "natural":
+        slower = _streamed(problem, plan, machine.work.read_speed, one)
+        times = [seconds + slower(tiles) for seconds, tiles in zip(times, parcels, strict=True)]
     return [machine.launch_seconds + times[0], *times[1:]] if times else []
+
+
+def _matmul_shards(problem: Problem, plan: Plan) -> Sequence[int]:
+    """Rows of which each parcel of a library's matmul takes a part: those of every rank are a matmul each."""
+    apart = plan.grain == "chunked" and problem.operator in ("matmul_reduce_scatter", "matmul_all_to_all")
+    return problem.shards if apart else (problem.m,)
+
+
+def _streamed(problem: Problem, plan: Plan, read_speed: float, wave: float) -> Callable[[int], float]:
+    """Seconds that a parcel of so many tiles takes beyond its waves, as few bands share what is read of w."""
+    assert plan.tile is not None
+    workers, (rows, width) = workers_of(problem, plan), plan.tile
+    columns = _tiles(1, problem.n, (1, width))
+    row = problem.k * problem.item_size / read_speed
+
+    def beyond(bands: int) -> float:
+        """Of a wave over so many bands."""
+        read = rows * bands + width * min(columns, workers / bands)
+        return max(0.0, read * row - wave)
+
+    whole = beyond(plan.group_bands)
+
+    def slower(tiles: int) -> float:
+        groups, rest = divmod(tiles, columns * plan.group_bands)
+        seconds = groups * columns * plan.group_bands / workers * whole
+        return seconds + (rest / workers * beyond(max(1, rest // columns)) if rest else 0.0)
+
+    return slower
 
 
 def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:

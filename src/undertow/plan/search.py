@@ -27,18 +27,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import climb, flash_overlap, fused, pipeline, staged
+from . import climb, flash_overlap, fused, pipeline
 from .defaults import BESIDE_CTAS, default_plan, fused_plan
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
 from .predict import (
     LIBRARY_TILE,
     Prediction,
-    beside_matmul,
+    Staging,
     collective_seconds,
     is_staged,
     matmul_seconds,
-    matmul_times,
     predict,
     signal_seconds,
     tile_seconds,
@@ -77,7 +76,7 @@ def ranked(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[tup
     if "peer" in known:  # who can store into all ranks' memory need not post to a proxy, whose thread would stay
         plans = [plan for plan in plans if not plan.posts(problem.device)]
     plans += fused_plans(problem) if "peer" in known else []
-    unique = {plan.digest: plan for plan in plans}
+    unique = {plan.digest: plan for plan in plans if is_even(problem, plan) or not is_staged(problem, machine, plan.lane)}
     found = [(plan, predict(problem, plan, machine)) for plan in unique.values()]
     return sorted(found, key=lambda one: (one[1].total, one[0].grain != "serial"))  # stable: ties go to serial
 
@@ -150,10 +149,14 @@ def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
 # -- parcels -----------------------------------------------------------------------------------------------------------
 
 
-def wave_cuts(problem: Problem, plan: Plan) -> list[int]:
-    """Where parcels may end: where a wave ends; with natural layout, after the bands complete by then. `MOST_CUTS`."""
+def wave_cuts(problem: Problem, plan: Plan, even: bool = False) -> list[int]:
+    """Where parcels may end: where a wave ends; with natural layout, after the bands complete by then. `MOST_CUTS`.
+
+    `even`: only where the parcels before hold as many bands of every rank.
+    """
     grid, workers = problem.grid(plan), workers_of(problem, plan)
     unit = grid.columns if plan.layout == "natural" else 1
+    unit *= _bands_in_turn(problem, plan) if even else 1
     ends = [wave * workers // unit * unit for wave in range(grid.waves(workers))]
     cuts = sorted({0, grid.tiles, *ends})
     if len(cuts) <= MOST_CUTS + 1:
@@ -161,9 +164,24 @@ def wave_cuts(problem: Problem, plan: Plan) -> list[int]:
     return sorted({cuts[index * (len(cuts) - 1) // MOST_CUTS] for index in range(MOST_CUTS + 1)})
 
 
+def is_even(problem: Problem, plan: Plan) -> bool:
+    """Whether every parcel holds as many bands of every rank: then all sum as much, and one copy brings all pieces."""
+    if plan.grain != "signaled" or plan.layout != "natural" or plan.tile is None:
+        return True
+    unit = problem.grid(plan).columns * _bands_in_turn(problem, plan)
+    return all(stop % unit == 0 for _, stop in plan.parcels)
+
+
+def _bands_in_turn(problem: Problem, plan: Plan) -> int:
+    """After how many bands every rank has had one: 1 where it does not matter, or never comes out even."""
+    bands = set(problem.grid(plan).band_counts)
+    in_turn = plan.layout == "natural" and plan.order in ("interleaved", "proportional")
+    return problem.ranks if in_turn and len(bands) == 1 else 1
+
+
 def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
     """The parcels of `plan`'s tile, layout, lane and share that are predicted to end first."""
-    cuts = np.array(wave_cuts(problem, plan), dtype=np.int64)
+    cuts = np.array(wave_cuts(problem, plan, is_staged(problem, machine, plan.lane)), dtype=np.int64)
     if len(cuts) < 2:
         return ((0, int(cuts[-1])),)
     assert plan.tile is not None  # wave_cuts would have refused
@@ -195,20 +213,10 @@ def _climbed(problem: Problem, machine: Machine, plan: Plan, cuts: Sequence[int]
 
     Over copy engines several parcels are under way at once, and no state at a cut says what is best to have.
     """
-    assert machine.engines is not None
-    engines, slow = machine.engines, 0.0  # what is serial is ready at once
-    if plan.grain != "serial":
-        engines, slow = beside_matmul(problem, plan, machine)
-    piece = problem.result_bytes / cuts[-1] / problem.ranks
+    call = Staging(problem, plan, machine)
 
     def end(chosen: climb.Cuts) -> float:
-        ends = [0, *(cuts[one] for one in chosen)]
-        ready = [slow * one for one in itertools.accumulate(matmul_times(problem, plan, machine, ends))]
-        pieces = [piece * (stop - start) for start, stop in itertools.pairwise(ends)]
-        shared = machine.shares_device
-        return max(
-            ready[-1], staged.last_arrival(engines, problem.operator, problem.ranks, shared, pieces, ready, ready[-1])
-        )
+        return call.end([0, *(cuts[one] for one in chosen)])
 
     return _cut(plan, [cuts[one] for one in climb.best(len(cuts) - 1, end)])
 
