@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from undertow.plan import pipeline
 from undertow.plan.defaults import default_plan
+from undertow.plan.matmuls import matmul_seconds, tile_seconds
 from undertow.plan.pipeline import Step
 from undertow.plan.plan import OPERATORS, Plan, Share, split
-from undertow.plan.predict import collective_seconds, matmul_seconds, predict, tile_seconds
+from undertow.plan.predict import collective_seconds, predict
 from undertow.plan.work import Work
 
 LENGTH = st.floats(0.1, 3)

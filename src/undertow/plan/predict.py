@@ -1,11 +1,6 @@
 """How long a plan will take on a machine. Equations only: nothing runs.
 
-**Matmul.** rate(c) are the operations per second of the machine's matmul on c workers, inside a full wave. A tile takes
-`Work.overhead` + 2 block_m block_n k / (efficiency · rate(c) / c), a kernel ceil(tiles / c) such waves. Serial and
-chunked matmuls are the library's: tiles of `LIBRARY_TILE`, without overhead. Both take as many times longer as the
-machine's curves over k say. CPU threads have no waves of their own: there a matmul takes its operations at the rate,
-and tails cost what they are. Where the machine tells its `copy_speed` or `read_speed`, no matmul is faster than its
-operands can be read: a wave over g bands (those of a parcel, `group_bands` at most) reads g of x and c / g blocks of w.
+**Matmul.** `matmuls`: waves of tiles, or a library's kernels, by the machine's rate and curves.
 
 **Communication.** Of B bytes of its product each of R ranks sends, and receives,
 
@@ -23,8 +18,8 @@ is cut: lanes are measured with their own pipelining.
 
 **Staged.** Where the machine tells of its copy engines, `dma` goes through host memory, and parcels pass stages of
 which several are under way at once (`staged`); a parcel's collective alone would take longer than it adds. The host
-enqueues one parcel after the other, chunks' matmuls among them. Libraries' matmuls of ranks that share a GPU take all of
-it one after the other: the first rank may send while the others compute (`Work.stagger`).
+enqueues one parcel after the other, chunks' matmuls among them. Libraries' matmuls of ranks that share a GPU take it
+one after the other: the first rank may send while the others compute (`Work.stagger`).
 
 **Lookups.** embedding_all_to_all has bags of k rows instead of a matmul: every row is read and every sum written once,
 at twice the speed of a copy. What is fused moves while it is pooled, and takes as long as the longer of the two; but a
@@ -43,24 +38,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from . import fused, pipeline, staged
 from .machine import at
+from .matmuls import copy_speed, matmul_times, shards_of, workers_of
 from .pipeline import Step
 from .plan import EMBEDDING
-from .problem import ITEM_SIZES
 
 if TYPE_CHECKING:
     from .machine import Machine
     from .plan import Plan
     from .problem import Problem
-
-LIBRARY_TILE = (128, 256)
-"""What vendors' libraries use for large matmuls on recent GPUs: how their waves are counted."""
-_COPY_SPEED = {"cpu": 4e9, "cuda": 2e12}  # bytes of result per second, until `Work.copy_speed` says better
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +117,7 @@ class Staging:
         if not self.serial:
             self.engines, self._slow = beside_matmul(problem, plan, machine)
         self._host = self.engines.parcel_seconds(problem.operator)
-        self._matmuls = len(_matmul_shards(problem, plan))
+        self._matmuls = len(shards_of(problem, plan))
 
     def computing(self, bounds: Sequence[int]) -> list[float]:
         """Seconds of each parcel's matmul; of the only one, where it is serial."""
@@ -213,16 +204,6 @@ def fused_rest_seconds(problem: Problem, machine: Machine) -> float:
     return signal + machine.work.skew + rest
 
 
-def workers_of(problem: Problem, plan: Plan) -> int:
-    """The SMs (threads) that the plan's matmul runs on."""
-    share = plan.share.multiprocessors if plan.grain != "serial" else None
-    every = min(problem.multiprocessors, share or problem.multiprocessors)
-    apart = plan.grain == "fused" and problem.device == "cuda" and problem.operator != EMBEDDING
-    if apart and (fused.form(problem, plan) == fused.SCATTER or fused.brought(problem, plan)):
-        return fused.multiplying(every, plan)
-    return every
-
-
 def signal_seconds(plan: Plan, machine: Machine) -> float:
     """From a complete parcel to the start of its call: nothing on the same stream, a hop to another, a signal."""
     if plan.grain == "serial":
@@ -230,121 +211,6 @@ def signal_seconds(plan: Plan, machine: Machine) -> float:
     if plan.grain == "chunked" or machine.work.signal is None:
         return machine.stream_seconds
     return machine.work.signal
-
-
-# -- matmul --------------------------------------------------------------------------------------------------------
-
-
-def rate(problem: Problem, machine: Machine, workers: int) -> float:
-    """Operations per second on so many workers inside a full wave, for the problem's dtype.
-
-    The measured matmul had a last wave that was not full; a dtype of another size runs as much slower as it is larger.
-    """
-    curve = machine.gemm
-    found = 2 * math.prod(curve.shape) / curve.seconds(workers)
-    if curve.workers == "SMs":
-        tiles = _tiles(curve.shape[0], curve.shape[1], LIBRARY_TILE)
-        used = min(workers, curve.points[-1][0])
-        found *= -(-tiles // used) * used / tiles
-    return found * ITEM_SIZES.get(curve.dtype, problem.item_size) / problem.item_size
-
-
-def tile_seconds(problem: Problem, machine: Machine, tile: tuple[int, int], workers: int) -> float:
-    """What one tile takes while `workers` of them are computed at once."""
-    tiles = max(1, sum(_tiles(rows, problem.n, tile) for rows in problem.shards))
-    operations = 2 * tile[0] * tile[1] * problem.k if machine.gemm.workers == "SMs" else problem.flops / tiles
-    work = machine.work
-    seconds = work.overhead + operations * workers / (work.efficiency * rate(problem, machine, workers))
-    seconds *= work.tile_factor(problem.k)
-    return max(seconds, _reading(problem, machine, problem.m) / -(-tiles // workers))
-
-
-def matmul_seconds(problem: Problem, machine: Machine, workers: int, rows: int) -> float:
-    """A library's matmul of so many of the problem's rows; the lookups of so many samples."""
-    if not rows:
-        return 0.0
-    if problem.operator == EMBEDDING:
-        touched = rows * problem.n * (problem.k + 1) * problem.item_size
-        part = workers / problem.multiprocessors
-        return machine.launch_seconds + touched / (2 * copy_speed(machine) * part)
-    speed = rate(problem, machine, workers)
-    seconds = 2 * rows * problem.n * problem.k / speed
-    if machine.gemm.workers == "SMs":
-        waves = -(-_tiles(rows, problem.n, LIBRARY_TILE) // workers)
-        seconds = waves * workers * 2 * math.prod(LIBRARY_TILE) * problem.k / speed
-    seconds *= machine.work.library_factor(problem.k) * machine.work.rows_factor(rows)
-    return machine.launch_seconds + max(seconds, _reading(problem, machine, rows))
-
-
-def _reading(problem: Problem, machine: Machine, rows: int) -> float:
-    """Seconds to read x and w and to write y once. 0: unknown."""
-    speed = _read_speed(machine)
-    if speed is None:
-        return 0.0
-    elements = rows * problem.k + problem.k * problem.n + rows * problem.n
-    return elements * problem.item_size / speed
-
-
-def _read_speed(machine: Machine) -> float | None:
-    """Bytes per second that a rank's matmul can read; a copy reads and writes, so memory is twice as fast."""
-    work = machine.work
-    return work.read_speed or (None if work.copy_speed is None else 2 * work.copy_speed)
-
-
-def matmul_times(
-    problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int], held: Sequence[int] | None = None
-) -> list[float]:
-    """What each parcel's part of the matmul takes, in their order. `held`: the tiles of each, if not by the bounds."""
-    workers, extent = workers_of(problem, plan), max(1, bounds[-1])
-    if plan.tile is None or problem.operator == EMBEDDING:
-        times = [0.0] * (len(bounds) - 1)
-        for rows in _matmul_shards(problem, plan):
-            cuts = [rows * bound // extent for bound in bounds]
-            for at, (start, stop) in enumerate(itertools.pairwise(cuts)):
-                times[at] += matmul_seconds(problem, machine, workers, stop - start)
-        return times
-    one = tile_seconds(problem, machine, plan.tile, workers)
-    tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)
-    reached = [-(-tiles * bound // extent) for bound in bounds]
-    parcels = held or [stop - start for start, stop in itertools.pairwise(reached)]
-    ends = [-(-tiles // workers) * one for tiles in itertools.accumulate(parcels, initial=0)]
-    times = [stop - start for start, stop in itertools.pairwise(ends)]
-    if machine.work.read_speed is not None and plan.grain == "signaled" and plan.layout == "natural":
-        slower = _streamed(problem, plan, machine.work.read_speed, one)
-        times = [seconds + slower(tiles) for seconds, tiles in zip(times, parcels, strict=True)]
-    return [machine.launch_seconds + times[0], *times[1:]] if times else []
-
-
-def _matmul_shards(problem: Problem, plan: Plan) -> Sequence[int]:
-    """Rows of which each parcel of a library's matmul takes a part: those of every rank are a matmul each."""
-    apart = plan.grain == "chunked" and problem.operator in ("matmul_reduce_scatter", "matmul_all_to_all")
-    return problem.shards if apart else (problem.m,)
-
-
-def _streamed(problem: Problem, plan: Plan, read_speed: float, wave: float) -> Callable[[int], float]:
-    """Seconds that a parcel of so many tiles takes beyond its waves, as few bands share what is read of w."""
-    assert plan.tile is not None
-    workers, (rows, width) = workers_of(problem, plan), plan.tile
-    columns = _tiles(1, problem.n, (1, width))
-    row = problem.k * problem.item_size / read_speed
-
-    def beyond(bands: int) -> float:
-        """Of a wave over so many bands."""
-        read = rows * bands + width * min(columns, workers / bands)
-        return max(0.0, read * row - wave)
-
-    whole = beyond(plan.group_bands)
-
-    def slower(tiles: int) -> float:
-        groups, rest = divmod(tiles, columns * plan.group_bands)
-        seconds = groups * columns * plan.group_bands / workers * whole
-        return seconds + (rest / workers * beyond(max(1, rest // columns)) if rest else 0.0)
-
-    return slower
-
-
-def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
-    return -(-rows // tile[0]) * -(-columns // tile[1])
 
 
 # -- communication -------------------------------------------------------------------------------------------------
@@ -369,13 +235,6 @@ def unpack_seconds(problem: Problem, machine: Machine) -> float:
     """Bringing a packed result into natural order: one pass over what this rank keeps."""
     held = problem.result_bytes / (problem.ranks if problem.operator == "matmul_reduce_scatter" else 1)
     return machine.launch_seconds + held / copy_speed(machine)
-
-
-def copy_speed(machine: Machine) -> float:
-    """Bytes of result per second that one rank's copy kernel moves: measured, or a guess for this kind of device."""
-    if machine.work.copy_speed is not None:
-        return machine.work.copy_speed
-    return _COPY_SPEED[machine.device] / (machine.ranks if machine.shares_device else 1)
 
 
 def _moving(problem: Problem, plan: Plan, machine: Machine, start: int, stop: int, extent: int) -> tuple[float, float]:

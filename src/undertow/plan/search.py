@@ -29,20 +29,10 @@ from numpy.typing import NDArray
 
 from . import climb, flash_overlap, fused, pipeline
 from .defaults import BESIDE_CTAS, default_plan, fused_plan
+from .matmuls import LIBRARY_TILE, matmul_seconds, tile_seconds, workers_of
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
-from .predict import (
-    LIBRARY_TILE,
-    Prediction,
-    Staging,
-    collective_seconds,
-    is_staged,
-    matmul_seconds,
-    predict,
-    signal_seconds,
-    tile_seconds,
-    workers_of,
-)
+from .predict import Prediction, Staging, collective_seconds, is_staged, predict, signal_seconds
 from .tiles import TileGrid
 
 if TYPE_CHECKING:
@@ -76,7 +66,9 @@ def ranked(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[tup
     if "peer" in known:  # who can store into all ranks' memory need not post to a proxy, whose thread would stay
         plans = [plan for plan in plans if not plan.posts(problem.device)]
     plans += fused_plans(problem) if "peer" in known else []
-    unique = {plan.digest: plan for plan in plans if is_even(problem, plan) or not is_staged(problem, machine, plan.lane)}
+    unique = {
+        plan.digest: plan for plan in plans if is_even(problem, plan) or not is_staged(problem, machine, plan.lane)
+    }
     found = [(plan, predict(problem, plan, machine)) for plan in unique.values()]
     return sorted(found, key=lambda one: (one[1].total, one[0].grain != "serial"))  # stable: ties go to serial
 

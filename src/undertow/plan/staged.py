@@ -19,8 +19,8 @@ there and 1 elsewhere. The first rank is ready at early_i, the last one at ready
 after the other, ranks are not ready at once. With F and L the moments when the first and the last job of stage s of
 parcel i are done, d the seconds of a job, and f the moment when the stage's engine has done all work it was given:
 
-    out       its first job  early_i, its last one ready_i, and when the other ranks' `in` of the part that had its place
-                             is over: two places for parcels of even numbers, two for the others (of many ranks one)
+    out       its first job  early_i, its last one ready_i, and when the other ranks' `in` of the part is over that had
+                             its place: two places for parcels of even numbers, two for others (of many ranks one)
     in        its first job  when all jobs of `out` but the last are done: it misses only its own rank's bytes, and
                              ranks are ready at even distances; its last job L(out, i)
               both after     the sum of parcel i - 1, which reads what these bytes overwrite
@@ -272,7 +272,9 @@ def fit(samples: Iterable[Sample], guess: Engines, ranks: int, shared: bool) -> 
     def loss(engines: Engines) -> float:
         return sum(math.log(seconds(engines, one) / one.seconds) ** 2 for one in measured)
 
-    return replace(_searched(guess.ahead, _FITTED, loss), call=guess.call, enqueue=guess.enqueue, enqueues=guess.enqueues)
+    return replace(
+        _searched(guess.ahead, _FITTED, loss), call=guess.call, enqueue=guess.enqueue, enqueues=guess.enqueues
+    )
 
 
 def _searched(guess: Engines, names: Sequence[str], loss: Callable[[Engines], float]) -> Engines:

@@ -32,7 +32,7 @@ class Work:
     """`signal`: seconds from a complete parcel to the start of its call, None for the machine's stream_seconds.
 
     `skew`: how much later than this rank the slowest is ready, seconds. `copy_speed`: bytes of result per second that
-    an unpack kernel moves, None for a guess by the kind of device (`predict.copy_speed`). `read_speed`: bytes of
+    an unpack kernel moves, None for a guess by the kind of device (`matmuls.copy_speed`). `read_speed`: bytes of
     operands per second that matmuls of few rows read, None for twice the copy's. `stagger`: where matmuls of ranks
     that share a GPU run one after the other, how much sooner the first rank's is over than the last one's, as a part of
     the time of all.
@@ -77,6 +77,10 @@ class KernelSample:
     waves: int
     ideal_tile_seconds: float
     seconds: float
+
+    def said(self, overhead: float, efficiency: float) -> float:
+        """What the equation says that it takes."""
+        return self.waves * (overhead + self.ideal_tile_seconds / efficiency)
 
 
 def fit(samples: Sequence[KernelSample]) -> tuple[float, float]:

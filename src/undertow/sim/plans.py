@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..plan import fused as forms
-from ..plan import predict
+from ..plan import matmuls, predict
 from ..plan.machine import Machine
 from ..plan.plan import Plan
 from ..plan.problem import Problem
@@ -45,7 +45,7 @@ class _Call:
 
     def __init__(self, problem: Problem, plan: Plan, machine: Machine, moving: Moving) -> None:
         self.problem, self.plan, self.machine, self.moving = problem, plan, machine, moving
-        self.workers = predict.workers_of(problem, plan)
+        self.workers = matmuls.workers_of(problem, plan)
         self.tasks = Tasks(machine.slowdowns)
         self.signal = predict.signal_seconds(plan, machine)
 
@@ -78,7 +78,7 @@ class _Call:
         gathers = problem.operator == "all_gather_matmul"
         tiles = sum(-(-rows // plan.tile[0]) for rows in problem.shards) * -(-problem.n // plan.tile[1])
         waves = -(-tiles // self.workers)
-        one = predict.tile_seconds(problem, machine, plan.tile, self.workers)
+        one = matmuls.tile_seconds(problem, machine, plan.tile, self.workers)
         moves = self.moving(problem.m * (problem.k if gathers else problem.n) * problem.item_size)
         at_once = forms.form(problem, plan) in forms.OF_FEW_ROWS or machine.device == "cpu"
         steps = max(1, problem.ranks - 1)
@@ -130,7 +130,7 @@ class _Call:
             -1 if own[number] else self._send(number, float(rows) * width * scale, -1, signals=False)
             for number, rows in enumerate(rows_of)
         ]
-        one = predict.tile_seconds(problem, self.machine, plan.tile, self.workers)
+        one = matmuls.tile_seconds(problem, self.machine, plan.tile, self.workers)
         for start in range(0, len(order.parcel), self.workers):
             wave = order.parcel[start : start + self.workers]
             waits = tuple({came[int(parcel)] for parcel in wave if came[int(parcel)] >= 0})
@@ -146,7 +146,7 @@ class _Call:
         assert plan.tile is not None
         grid = problem.grid(plan)
         order = launch_order(grid, plan, 0)
-        one = predict.tile_seconds(problem, self.machine, plan.tile, self.workers)
+        one = matmuls.tile_seconds(problem, self.machine, plan.tile, self.workers)
         made: list[int] = []
         for start in range(0, len(order.parcel), self.workers):
             launch = self.machine.launch_seconds if start == 0 else 0.0
@@ -161,7 +161,7 @@ class _Call:
         ]
 
     def _matmul(self, rows: int, number: int, after: tuple[int, ...] = ()) -> int:
-        seconds = predict.matmul_seconds(self.problem, self.machine, self.workers, rows)
+        seconds = matmuls.matmul_seconds(self.problem, self.machine, self.workers, rows)
         return self._compute(f"matmul {number}", seconds, after, self.signal if after else 0.0)
 
     def _compute(self, name: str, seconds: float, after: tuple[int, ...], delay: float = 0.0) -> int:
