@@ -4,7 +4,7 @@
 |---|---|
 | overhead, efficiency, tiles | the tile kernel without its communication, over several k |
 | library, stagger | torch's matmul over the same k; how much sooner the first rank's is over than the last one's |
-| rows, read_speed | torch's matmul of few rows, as chunks are: several in a row; of the fewest, what it reads |
+| rows, read_speed | torch's matmul of few rows, as chunks are: several in a row; of those that read fastest, how fast |
 
 Numbers are random because ones and zeros take less power, and a GPU that needs less is faster.
 """
@@ -82,7 +82,7 @@ def _tile_kernel(
 def _few_rows(
     group: Group, machine: Machine, timed: Timed, factor: float
 ) -> tuple[tuple[tuple[int, float], ...], float]:
-    """The curve over rows, which ends where `library` was measured, and bytes per second that the fewest rows read.
+    """The curve over rows, which ends where `library` was measured, and the most bytes per second that were read.
 
     `factor`: what `library` says of this k.
     """
@@ -95,7 +95,7 @@ def _few_rows(
         found.append((rows, taken / (factor * library_seconds(problem, machine, _sms(group), rows))))
         read = (rows * _ROWS_INNER + _ROWS_INNER * _N + rows * _N) * x.element_size()
         speeds.append(read / taken)
-    return (*found, (_M, 1.0)), speeds[0]
+    return (*found, (_M, 1.0)), max(speeds)
 
 
 def _without_launch(machine: Machine, seconds: float) -> float:

@@ -96,8 +96,8 @@ def _reading(problem: Problem, machine: Machine, rows: int) -> float:
 
 def _read_speed(machine: Machine) -> float | None:
     """Bytes per second that a rank's matmul can read; a copy reads and writes, so memory is twice as fast."""
-    work = machine.work
-    return work.read_speed or (None if work.copy_speed is None else 2 * work.copy_speed)
+    known = [one for one in (machine.work.read_speed, machine.work.copy_speed and 2 * machine.work.copy_speed) if one]
+    return max(known, default=None)
 
 
 def matmul_times(
