@@ -117,7 +117,7 @@ class Staging:
         if not self.serial:
             self.engines, self._slow = beside_matmul(problem, plan, machine)
         self._host = self.engines.parcel_seconds(problem.operator)
-        self._matmuls = len(shards_of(problem, plan))
+        self.matmuls = len(shards_of(problem, plan))
 
     def computing(self, bounds: Sequence[int]) -> list[float]:
         """Seconds of each parcel's matmul; of the only one, where it is serial."""
@@ -139,12 +139,12 @@ class Staging:
                 now = max(now, number * self._host)
             now += self._slow * seconds
             ready.append(now)
-            early.append(now - stagger * self._slow * seconds / self._matmuls)
+            early.append(now - stagger * self._slow * seconds / self.matmuls)
         if self.serial:
             ready, early = ready * len(pieces), early * len(pieces)
         until = 0.0 if self.serial else now
         where = self.problem.operator, self.problem.ranks, self.machine.shares_device
-        return max(now, staged.last_arrival(self.engines, *where, pieces, ready, until, early, self._largest(pieces)))
+        return max(now, staged.last_arrival(self.engines, *where, pieces, ready, until, early, self.largest(pieces)))
 
     def _tiles(self, bounds: Sequence[int]) -> list[int] | None:
         """Tiles of each parcel where it is a fraction of every rank's bands, of which there may be none."""
@@ -155,7 +155,7 @@ class Staging:
         ends = [columns * sum(count * bound // extent for count in bands) for bound in bounds]
         return [stop - start for start, stop in itertools.pairwise(ends)]
 
-    def _largest(self, pieces: Sequence[float]) -> list[float] | None:
+    def largest(self, pieces: Sequence[float]) -> list[float] | None:
         """The most that each parcel holds for one rank, where parcels are bands that ranks have in turn."""
         problem, plan = self.problem, self.plan
         if plan.tile is None or plan.layout != "natural" or problem.operator != "matmul_reduce_scatter":

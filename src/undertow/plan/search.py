@@ -47,6 +47,9 @@ _STATES = 12
 _ROW_CUTS = 64  # at most: where rows may be cut
 _NOTHING = 5e-4
 _CHUNKS = (2, 4, 8)
+_SEARCHED = ("best", "serial, planned", "chunks, planned")
+_FLATTERED = 0.02  # of many cuts that were tried, those are found best that the model's errors flatter most
+_CLEARLY = 0.1
 _GROUP_BANDS = 8
 _GPU_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 _WIDE_GPU_TILES = ((64, 128), (64, 64))  # fp32: no tensor cores, many registers
@@ -62,15 +65,24 @@ def candidates(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list
 def ranked(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[tuple[Plan, Prediction]]:
     """The candidates with what they are predicted to take. Lanes that the machine does not know are left out."""
     known = [lane for lane in lanes if lane in machine.lanes] or list(machine.lanes)
-    plans = [plan for lane in known for plan in fixed(problem, machine, lane).values()]
+    every = [item for lane in known for item in fixed(problem, machine, lane).items()]
+    plans = [plan for _, plan in every]
     if "peer" in known:  # who can store into all ranks' memory need not post to a proxy, whose thread would stay
         plans = [plan for plan in plans if not plan.posts(problem.device)]
     plans += fused_plans(problem) if "peer" in known else []
     unique = {
         plan.digest: plan for plan in plans if is_even(problem, plan) or not is_staged(problem, machine, plan.lane)
     }
+    regular = {plan.digest for name, plan in every if name not in _SEARCHED}
+    searched = {plan.digest for name, plan in every if name in _SEARCHED and is_staged(problem, machine, plan.lane)}
     found = [(plan, predict(problem, plan, machine)) for plan in unique.values()]
-    return sorted(found, key=lambda one: (one[1].total, one[0].grain != "serial"))  # stable: ties go to serial
+
+    def place(one: tuple[Plan, Prediction]) -> tuple[float, bool]:
+        serial = one[0].grain == "serial"  # others are measured against it, so the usual one comes first
+        flattered = (_CLEARLY if serial else _FLATTERED) * (one[0].digest in searched - regular)
+        return one[1].total * (1 + flattered), not serial  # ties go to serial
+
+    return sorted(found, key=place)  # stable
 
 
 def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
@@ -79,7 +91,8 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     if problem.ranks == 1 or problem.m * problem.n == 0:
         return found
     if is_staged(problem, machine, lane):
-        bands = min(_ROW_CUTS, -(-problem.m // LIBRARY_TILE[0]))
+        together = problem.ranks if problem.operator != "matmul_all_reduce" else 1  # rows of each are a matmul
+        bands = max(1, min(_ROW_CUTS, problem.m // (LIBRARY_TILE[0] * together)))
         for name, grain, count in (("serial, planned", "serial", _ROW_CUTS), ("chunks, planned", "chunked", bands)):
             cuts = sorted({problem.m * one // count for one in range(count + 1)})
             found[name] = _climbed(problem, machine, Plan(grain, lane, ((0, problem.m),)), cuts)
@@ -373,14 +386,22 @@ def _tile(problem: Problem) -> tuple[int, int]:
 
 
 def _best_frame(problem: Problem, machine: Machine, lane: str) -> Plan:
-    """The layout and share whose best equal parcels are predicted to end first."""
+    """The layout and share whose best equal parcels are predicted to end first.
+
+    Over copy engines the usual ones, parcels as rows lie and fewest SMs aside, unless others are clearly faster: they
+    have costs that no equation here has (a full GPU, tiles that are packed).
+    """
+    usual: Plan | None = None
+    if is_staged(problem, machine, lane):
+        aside = [one for one in frames(problem, lane) if one.layout == "natural" and one.share.multiprocessors]
+        usual = next(iter(aside), None)
 
     def end(frame: Plan) -> float:
         cuts = wave_cuts(problem, frame)
         lengths = sorted({1, 2, 4, 8, max(1, len(cuts) // 2), len(cuts) - 1})
         return min(
             predict(problem, _cut(frame, [*cuts[length:-1:length], cuts[-1]]), machine).total for length in lengths
-        )
+        ) * (1 if usual in (None, frame) else 1 + _CLEARLY)
 
     return min(frames(problem, lane), key=end)
 

@@ -63,7 +63,8 @@ _WAIT_FOR = {
     "gather": ("gather", "share"),
 }
 """Which stages may go on when a parcel is through one."""
-_READ_BY = {"out": "in", "share": "gather"}
+READ_BY = {"out": "in", "share": "gather"}
+"""Who must have read a place before the next part may have it."""
 _FITTED = ("out_speed", "in_speed", "out_pause", "in_pause", "hop", "end")
 _FEW_RANKS, _MANY_PLACES, _FEW_PLACES = 4, 4, 2  # places between two ranks: `fabric.cuda_lanes.chunk_slots`
 _SWEEPS = 60
@@ -114,7 +115,12 @@ def copy_stages(operator: str) -> int:
     return sum(stage in _ENGINE for stage in STAGES[operator])
 
 
-class _Part(NamedTuple):
+def places(ranks: int) -> int:
+    """How many chunks can be under way between two ranks."""
+    return _MANY_PLACES if ranks <= _FEW_RANKS else _FEW_PLACES
+
+
+class Part(NamedTuple):
     """At most a chunk of each piece of a parcel. `before`: the part that had its place, -1 for none."""
 
     piece: float
@@ -125,22 +131,23 @@ class _Part(NamedTuple):
     before: int
 
 
-def _parts(
+def parts(
     pieces: Sequence[float],
     largest: Sequence[float],
     ready: Sequence[float],
     early: Sequence[float],
     chunk: int,
-    places: int,
-) -> list[_Part]:
-    found: list[_Part] = []
+    slots: int,
+) -> list[Part]:
+    """All parcels in parts, in their order; `slots`: the places between two ranks."""
+    found: list[Part] = []
     users: dict[int, int] = {}
     for number, piece in enumerate(pieces):
         for part in range(math.ceil(piece / chunk)):
-            place = (number % 2 * (places // 2) + part) % places
+            place = (number % 2 * (slots // 2) + part) % slots
             held = min(float(chunk), piece - part * chunk)
             summed = held * largest[number] / piece
-            found.append(_Part(held, summed, ready[number], early[number], number, users.get(place, -1)))
+            found.append(Part(held, summed, ready[number], early[number], number, users.get(place, -1)))
             users[place] = len(found) - 1
     return found
 
@@ -165,13 +172,14 @@ def last_arrival(
     stages = STAGES[operator]
     if ranks == 1:
         return 0.0
-    places = _MANY_PLACES if ranks <= _FEW_RANKS else _FEW_PLACES
-    parts = _parts(pieces, largest or pieces, ready, early or ready, engines.chunk, places)
-    count = len(parts)
+    steps = parts(pieces, largest or pieces, ready, early or ready, engines.chunk, places(ranks))
+    count = len(steps)
     if not count:
         return 0.0
     jobs = ranks if shared else 1
-    seconds = {stage: [_job(engines, stage, stages, ranks, shared, part.piece) for part in parts] for stage in stages}
+    seconds = {
+        stage: [job_seconds(engines, stage, stages, ranks, shared, part.piece) for part in steps] for stage in stages
+    }
     host = engines.parcel_seconds(operator)
     first: dict[str, list[float]] = {stage: [] for stage in stages}  # F of the parts that are through
     last: dict[str, list[float]] = {stage: [] for stage in stages}
@@ -181,7 +189,7 @@ def last_arrival(
 
     def may_start(stage: str, at: int) -> tuple[float, float] | None:
         """When the stage's first and last job of part `at` can start; None: what they wait for is not known yet."""
-        part = parts[at]
+        part = steps[at]
         enqueued = host * (part.parcel + 1)
         if stage == "out":
             enqueued = host * part.parcel
@@ -201,8 +209,8 @@ def last_arrival(
             if len(last[before]) <= at:
                 return None
             early, late = max(first[before][at], enqueued), max(last[before][at], enqueued)
-        if stage in _READ_BY and part.before >= 0:
-            reader = _READ_BY[stage]
+        if stage in READ_BY and part.before >= 0:
+            reader = READ_BY[stage]
             if len(last[reader]) <= part.before:
                 return None
             over = last[reader][part.before]
@@ -221,7 +229,7 @@ def last_arrival(
         begin, _, late, stage = chosen
         at = len(last[stage])
         if stage == "sum":
-            nbytes = (ranks + 1) * parts[at].summed
+            nbytes = (ranks + 1) * steps[at].summed
             first[stage].append(begin + _summing(engines, nbytes, begin, computing_until))
             last[stage].append(late + _summing(engines, nbytes, late, computing_until))
         else:
@@ -237,7 +245,7 @@ def last_arrival(
     return last[stages[-1]][-1]
 
 
-def _job(engines: Engines, stage: str, stages: Sequence[str], ranks: int, shared: bool, piece: float) -> float:
+def job_seconds(engines: Engines, stage: str, stages: Sequence[str], ranks: int, shared: bool, piece: float) -> float:
     """Seconds of one rank's copies of one stage of a part. Summing is no copy."""
     if stage == "sum":
         return 0.0

@@ -1,8 +1,9 @@
 """A plan, run: the waves of its matmul, its parcels, signals and transfers, on one rank that stands for all.
 
 What each part takes alone is what the predictor says (`plan.predict`), so there is one model; what happens when, tile
-by tile and with both sides slowing each other, is found by running it. The order of tiles is the kernel's own
-(`plan.tiles.launch_order`), so tails, uneven shards and parcels that end inside a wave count as they are.
+by tile and with both sides slowing each other, is found by running it (over copy engines: `staged_plans`). The order of
+tiles is the kernel's own (`plan.tiles.launch_order`), so tails, uneven shards and parcels that end inside a wave count
+as they are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from ..plan.machine import Machine
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 from ..plan.tiles import chunks, launch_order
+from .staged_plans import StagedCall
 from .tasks import COMPUTE, Outcome, Task, Tasks
 
 Moving = Callable[[float], tuple[float, float]]
@@ -35,6 +37,8 @@ def simulate_plan(problem: Problem, plan: Plan, machine: Machine, moving: Moving
         call.fused()
     elif problem.operator == "all_gather_matmul":
         call.gather()
+    elif moving is None and predict.is_staged(problem, machine, plan.lane):
+        StagedCall(problem, plan, machine, call.tasks, call.workers).run(call.waves)
     else:
         call.produce()
     return call.tasks.run()
@@ -61,7 +65,7 @@ class _Call:
                 made = self._matmul(rows, number)
                 sent.append(self._send(number, rows * self.problem.n * self.problem.item_size, made))
         else:
-            for number, (elements, made) in enumerate(self._waves()):
+            for number, (elements, made) in enumerate(self.waves()):
                 if elements:
                     sent.append(self._send(number, elements * self.problem.item_size, made))
         if plan.grain == "signaled" and plan.layout == "packed":
@@ -140,7 +144,7 @@ class _Call:
     def _rows(self) -> list[int]:
         return [sum(rows for _, rows in part) for part in chunks(self.problem.shards, self.plan)]
 
-    def _waves(self) -> list[tuple[int, int]]:
+    def waves(self) -> list[tuple[int, int]]:
         """Of each parcel: its elements, and the wave after which it is complete; waves become tasks on the way."""
         problem, plan = self.problem, self.plan
         assert plan.tile is not None
