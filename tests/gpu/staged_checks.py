@@ -148,4 +148,35 @@ def captured_uneven_parcels_replay(group: ut.Group) -> None:
         _replay(group, f"{operator} in {plan.parcels}", x, y, call, want)
 
 
-CHECKS = (staged_copies_are_exact, copy_engines_are_measured, captured_uneven_parcels_replay)
+def matmuls_are_measured(group: ut.Group) -> None:
+    """The curves over k and rows are sane, survive their file, and say what matmuls of other sizes take."""
+    from undertow.fabric import profile
+    from undertow.ops import profile_matmul
+    from undertow.ops.profile import meeting
+    from undertow.ops.profile_timing import together
+    from undertow.plan.machine import FORMAT, Machine
+    from undertow.plan.matmuls import matmul_seconds
+
+    align = meeting(group, "dma")
+    content, _ = profile.measure(group, quick=True, only=("dma",))
+    machine = Machine.from_dict({"format": FORMAT, **content})
+    work = profile_matmul.costs(group, machine, lambda call: together(group, call, align, rounds=3))
+    machine = replace(machine, work=work)
+    assert Machine.from_dict(machine.to_dict()) == machine
+    assert all(0.3 < factor < 5 for _, factor in (*work.tiles, *work.library)), work
+    assert work.read_speed is not None
+    assert 5e10 < work.read_speed < 1e13, work
+    assert 0 <= work.stagger < 1, work
+    for m, k in ((2048, 6144), (6144, 3072), (512, 8192)):
+        x = torch.randn(m, k, dtype=torch.bfloat16, device=group.device)
+        w = torch.randn(8192, k, dtype=torch.bfloat16, device=group.device).t()
+        y = x.new_empty(m, 8192)
+        took = together(group, lambda x=x, w=w, y=y: torch.mm(x, w, out=y), align, rounds=3)
+        problem = replace(_problem(group, "matmul_all_reduce", m, 8192), k=k)
+        said = matmul_seconds(problem, machine, group.fabric.multiprocessors, m)
+        if group.rank == 0:
+            print(f"  {m} x 8192 x {k}: {took.seconds * 1e3:.2f} ms, predicted {said * 1e3:.2f}", flush=True)
+        assert 0.6 < said / took.seconds < 1.6, (work, m, k, took, said)
+
+
+CHECKS = (staged_copies_are_exact, copy_engines_are_measured, matmuls_are_measured, captured_uneven_parcels_replay)
