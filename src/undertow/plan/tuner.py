@@ -2,7 +2,7 @@
 
     1. a short list, the same on all ranks: the serial plan predicted fastest, the best of each grain and lane, then
        the second of each, of clearly more or fewer parcels, since neighbours in the ranking are near copies of each
-       other; another serial plan
+       other; the best serial plan over another lane
     2. rounds: every plan of the list once, in turn, so that drift meets all of them, and after the first round the
        fastest first: what time is left is theirs; those that were clearly slower each of at least three times leave
     3. the smallest median is chosen, if it beats serial by more than `TIE` (by more where there was time for one or two
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 BUDGET_SECONDS = 0.2
 TIE = 0.01
 """A plan that is faster than serial by no more than this is as fast as serial."""
-DOUBTFUL = (0.04, 0.03)
+DOUBTFUL = (0.03, 0.02)
 """Of one measurement of each, or two, some may be chance: then a plan must be faster than serial by so much."""
 MOST_ROUNDS = 9
 _MOST = 6
@@ -98,7 +98,8 @@ def tune(
 
 def short_list(candidates: Sequence[Plan]) -> list[Plan]:
     """What is worth measuring: serial first, then the best of each kind."""
-    serial = [plan for plan in candidates if _is_serial(plan)][:_SERIALS]
+    lanes = {plan.name: plan for plan in reversed(candidates) if _is_serial(plan)}  # the best of each
+    serial = [plan for plan in candidates if plan in lanes.values()][:_SERIALS]
     if not serial:
         raise InvalidArgument(argument="candidates", was=f"{len(candidates)} plans", must="plans with a serial one")
     alike: dict[str, list[Plan]] = {}
