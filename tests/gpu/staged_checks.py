@@ -101,22 +101,24 @@ def staged_copies_are_exact(group: ut.Group) -> None:
 def copy_engines_are_measured(group: ut.Group) -> None:
     """The constants of the staged lane are sane, and say what bare communication of another size takes."""
     from undertow.ops import profile_engines
-    from undertow.ops.profile import communication
+    from undertow.ops.profile import communication, meeting
+    from undertow.ops.profile_timing import together
     from undertow.plan.staged import last_arrival
 
     def bare(operator: str, nbytes: int, parcels: int) -> Callable[[], object]:
         return communication(group, operator, "dma", nbytes, torch.bfloat16, parcels)
 
-    found = profile_engines.engines(group, bare, rounds=3)
+    align = meeting(group, "dma")
+    found = profile_engines.engines(group, bare, align, rounds=3)
     assert found is not None, "ranks share a GPU, so lane dma is staged"
     assert 5e9 < found.out_speed < 5e11, found
     assert 5e9 < found.in_speed < 5e11, found
     assert found.sum_speed_alone > 1e10, found
-    assert 0 <= found.enqueue < 2e-3, found
+    for operator in OPERATORS:
+        assert 0 <= found.parcel_seconds(operator) < 5e-3, found
     assert 0 <= found.call < 2e-2, found
-    align = bare("matmul_all_to_all", 1, 1)
     for nbytes, parcels in ((32 << 20, 3), (64 << 20, 6)):
-        took = profile_engines._behind(group, bare("matmul_reduce_scatter", nbytes, parcels), align, rounds=3)
+        took = together(group, bare("matmul_reduce_scatter", nbytes, parcels), align, rounds=3).seconds
         pieces = [nbytes / parcels / group.size] * parcels
         said = found.end + last_arrival(
             found.ahead, "matmul_reduce_scatter", group.size, True, pieces, [0.0] * parcels
@@ -146,4 +148,35 @@ def captured_uneven_parcels_replay(group: ut.Group) -> None:
         _replay(group, f"{operator} in {plan.parcels}", x, y, call, want)
 
 
-CHECKS = (staged_copies_are_exact, copy_engines_are_measured, captured_uneven_parcels_replay)
+def matmuls_are_measured(group: ut.Group) -> None:
+    """The curves over k and rows are sane, survive their file, and say what matmuls of other sizes take."""
+    from undertow.fabric import profile
+    from undertow.ops import profile_matmul
+    from undertow.ops.profile import meeting
+    from undertow.ops.profile_timing import together
+    from undertow.plan.machine import FORMAT, Machine
+    from undertow.plan.matmuls import matmul_seconds
+
+    align = meeting(group, "dma")
+    content, _ = profile.measure(group, quick=True, only=("dma",))
+    machine = Machine.from_dict({"format": FORMAT, **content})
+    work = profile_matmul.costs(group, machine, lambda call: together(group, call, align, rounds=3))
+    machine = replace(machine, work=work)
+    assert Machine.from_dict(machine.to_dict()) == machine
+    assert all(0.3 < factor < 5 for _, factor in (*work.tiles, *work.library)), work
+    assert work.read_speed is not None
+    assert 5e10 < work.read_speed < 1e13, work
+    assert 0 <= work.stagger < 1, work
+    for m, k in ((2048, 6144), (6144, 3072), (512, 8192)):
+        x = torch.randn(m, k, dtype=torch.bfloat16, device=group.device)
+        w = torch.randn(8192, k, dtype=torch.bfloat16, device=group.device).t()
+        y = x.new_empty(m, 8192)
+        took = together(group, lambda x=x, w=w, y=y: torch.mm(x, w, out=y), align, rounds=3)
+        problem = replace(_problem(group, "matmul_all_reduce", m, 8192), k=k)
+        said = matmul_seconds(problem, machine, group.fabric.multiprocessors, m)
+        if group.rank == 0:
+            print(f"  {m} x 8192 x {k}: {took.seconds * 1e3:.2f} ms, predicted {said * 1e3:.2f}", flush=True)
+        assert 0.6 < said / took.seconds < 1.6, (work, m, k, took, said)
+
+
+CHECKS = (staged_copies_are_exact, copy_engines_are_measured, matmuls_are_measured, captured_uneven_parcels_replay)

@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from undertow.errors import InvalidArgument
 from undertow.plan import pipeline
 from undertow.plan.defaults import default_plan
+from undertow.plan.machine import Machine
+from undertow.plan.matmuls import matmul_seconds, matmul_times, tile_seconds
 from undertow.plan.pipeline import Step
 from undertow.plan.plan import OPERATORS, Plan, Share, split
-from undertow.plan.predict import collective_seconds, matmul_seconds, predict, tile_seconds
+from undertow.plan.predict import collective_seconds, predict
 from undertow.plan.work import Work
 
 LENGTH = st.floats(0.1, 3)
@@ -168,3 +171,39 @@ def test_skew_and_signals_are_paid() -> None:
     usual = predict(problem, plan, machines.machine()).total
     for costly in (Work(skew=1e-3), Work(signal=1e-3)):
         assert predict(problem, plan, dataclasses.replace(machines.machine(), work=costly)).total > usual + 0.9e-3
+
+
+def test_curves_over_k_and_rows() -> None:
+    """What was measured goes between points by the logarithm, beyond them as the nearest; without curves as before."""
+    work = Work(tiles=((1024, 1.0), (4096, 1.4)), library=((1024, 1.1),), rows=((192, 2.0), (768, 1.0)))
+    machine = dataclasses.replace(machines.quiet(), work=work)
+    for k, factor in ((512, 1.0), (1024, 1.0), (2048, 1.2), (4096, 1.4), (20480, 1.4)):
+        problem = machines.problem(k=k)
+        plain = tile_seconds(problem, machines.quiet(), (128, 256), 32)
+        assert tile_seconds(problem, machine, (128, 256), 32) == pytest.approx(factor * plain)
+    problem, launch = machines.problem(k=2048), machines.quiet().launch_seconds
+    for rows, factor in ((192, 2.2), (384, 1.65), (768, 1.1), (8192, 1.1)):
+        plain = matmul_seconds(problem, machines.quiet(), 32, rows) - launch
+        assert matmul_seconds(problem, machine, 32, rows) - launch == pytest.approx(factor * plain)
+    assert Machine.from_dict(machine.to_dict()) == machine
+    wrong = machine.to_dict()
+    wrong["work"]["stagger"] = 1.0
+    with pytest.raises(InvalidArgument, match=r"work\.stagger is 1\.0, but must be below 1"):
+        Machine.from_dict(wrong)
+
+
+def test_parcels_of_one_band_read_all_of_w_in_every_wave() -> None:
+    """8192 columns are 32 tiles: a wave of 32 workers over one band reads 32 blocks of w, over 8 bands 4 and 8 of x."""
+    problem = machines.problem("matmul_reduce_scatter", k=8192)
+    plan = Plan(
+        "signaled", "dma", ((0, 2048),), Share(multiprocessors=32), tile=(128, 256), group_bands=8, order="interleaved"
+    )
+    quick = dataclasses.replace(machines.quiet(), work=Work(read_speed=1e15))
+    slow = dataclasses.replace(machines.quiet(), work=Work(read_speed=6e11))
+    one = tile_seconds(problem, slow, plan.tile or (0, 0), 32)
+    for bands, blocks in ((1, 128 + 32 * 256), (2, 256 + 16 * 256), (8, 1024 + 4 * 256), (64, 1024 + 4 * 256)):
+        bounds = [*range(0, 2048, 32 * bands), 2048]
+        wave = max(one, blocks * 8192 * 2 / 6e11)
+        found = sum(matmul_times(problem, plan, slow, bounds)) - slow.launch_seconds
+        assert found == pytest.approx(64 * wave)
+        assert sum(matmul_times(problem, plan, quick, bounds)) == pytest.approx(64 * one + quick.launch_seconds)

@@ -20,7 +20,18 @@ from undertow.plan.pipeline import Step
 from undertow.plan.plan import OPERATORS, Plan, Share, split
 from undertow.plan.predict import predict
 from undertow.plan.problem import Problem
-from undertow.plan.search import Grouping, best_cuts, best_parcels, candidates, fewer_cuts, fixed, ranked, wave_cuts
+from undertow.plan.search import (
+    Grouping,
+    best_cuts,
+    best_parcels,
+    candidates,
+    fewer_cuts,
+    fixed,
+    is_even,
+    ranked,
+    wave_cuts,
+)
+from undertow.plan.staged import Engines
 
 
 def end_of(grouping: Grouping, ends: tuple[int, ...]) -> float:
@@ -211,3 +222,24 @@ def test_lookups_leave_through_the_host_in_few_large_copies(m: int, n: int, part
     for m in (1, 2, 7, 9):
         tiny = machines.problem("embedding_all_to_all", m=m, n=1 << 22, k=1, dtype="float32")
         default_plan(tiny, "signaled", "dma").check_rows(m)
+
+
+def test_over_engines_parcels_hold_as_much_of_every_rank() -> None:
+    engines = Engines(4.8e10, 5e10, 1.5e-5, 1.7e-5, 1e-5, 8 << 20, 1e11, 1e12, call=5e-4, enqueue=1e-4)
+    machine = dataclasses.replace(machines.machine(), engines=engines)
+    for operator in ("matmul_reduce_scatter", "matmul_all_to_all"):
+        problem = machines.problem(operator, k=14336)
+        found = [plan for plan, _ in ranked(problem, machine, ["dma"])]
+        assert {plan.grain for plan in found} == {"serial", "chunked", "signaled"}
+        for plan in found:
+            if plan.grain == "signaled" and plan.layout == "natural":
+                assert all(stop % (4 * 32) == 0 for _, stop in plan.parcels)  # four ranks, 32 tiles in a band
+        natural = dataclasses.replace(default_plan(problem, "signaled", "dma"), layout="natural")
+        for bands, even in ((3, False), (4, True), (8, True)):
+            cuts = [*range(0, natural.extent, 32 * bands), natural.extent]
+            assert is_even(problem, dataclasses.replace(natural, parcels=tuple(itertools.pairwise(cuts)))) == even
+        odd = machines.problem(operator, m=8192 - 128, k=14336)  # ranks with bands of different numbers
+        assert ranked(odd, machine, ["dma"])
+    reduced = machines.problem("matmul_all_reduce")  # every rank has a part of every band
+    natural = dataclasses.replace(default_plan(reduced, "signaled", "dma"), layout="natural")
+    assert is_even(reduced, dataclasses.replace(natural, parcels=((0, 32), (32, natural.extent))))

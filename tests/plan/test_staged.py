@@ -18,7 +18,7 @@ from undertow.plan import climb, staged
 from undertow.plan.machine import Machine
 from undertow.plan.plan import Plan, Share, split
 from undertow.plan.predict import predict
-from undertow.plan.search import best_parcels, fixed
+from undertow.plan.search import best_parcels, fixed, is_even
 from undertow.plan.staged import Engines, Sample, last_arrival
 
 ENGINES = Engines(4.8e10, 5e10, 1.5e-5, 1.7e-5, 1e-5, 8 << 20, 1e11, 1e12, call=5e-4, enqueue=1e-4)
@@ -26,21 +26,35 @@ OPERATORS = tuple(staged.STAGES)
 
 
 def copy_by_copy(
-    engines: Engines, operator: str, ranks: int, shared: bool, pieces: list[float], ready: list[float], until: float
+    engines: Engines,
+    operator: str,
+    ranks: int,
+    shared: bool,
+    pieces: list[float],
+    ready: list[float],
+    until: float,
+    early: list[float] | None = None,
 ) -> float:
-    """The meaning: every rank's job of every stage and parcel, each when what it waits for is over and it has its
-    engine; of those that wait for an engine, the one that came first."""
-    stages, parcels = staged.STAGES[operator], range(len(pieces))
-    jobs = set(itertools.product(stages, parcels, range(ranks)))
+    """The meaning: every rank's job of every stage and part of a parcel, each when what it waits for is over and it has
+    its engine; of those that wait for an engine, the one that came first. Rank 0 is ready first, the last one last."""
+    stages, places = staged.STAGES[operator], 4 if ranks <= 4 else 2
+    parts: list[tuple[int, float, int | None]] = []  # parcel, bytes, which part had its place
+    users: dict[int, int] = {}
+    for number, piece in enumerate(pieces):
+        for at, start in enumerate(range(0, math.ceil(piece), engines.chunk)):
+            place = (number % 2 * (places // 2) + at) % places  # as StagedLane._place
+            parts.append((number, min(engines.chunk, piece - start), users.get(place)))
+            users[place] = len(parts) - 1
+    jobs = set(itertools.product(stages, range(len(parts)), range(ranks)))
     over: dict[tuple[str, int, int], float] = {}
     free: dict[object, float] = {}
-    hops = staged.copy_stages(operator) * engines.enqueue
+    host = engines.parcel_seconds(operator)
 
     def waits_for(stage: str, at: int, rank: int) -> list[tuple[str, int, int]]:
         others = [one for one in range(ranks) if one != rank]
-        found = [(stage, at - 1, rank)] if at else []
-        if stage == "out" and at >= 2:
-            found += [("in", at - 2, one) for one in others]
+        found, before = ([(stage, at - 1, rank)] if at else []), parts[at][2]
+        if stage == "out" and before is not None:
+            found += [("in", before, one) for one in others]
         if stage in ("in", "gather"):
             found += [("out" if stage == "in" else "share", at, one) for one in others]
         if stage == "in" and "sum" in stages and at:
@@ -48,21 +62,21 @@ def copy_by_copy(
         if stage == "sum":
             found.append(("in", at, rank))
         if stage == "share":
-            found += [("sum", at, rank), *([("gather", at - 2, one) for one in others] if at >= 2 else [])]
+            found += [("sum", at, rank), *([("gather", before, one) for one in others] if before is not None else [])]
         return found
 
     while jobs:
         best: tuple[float, float, tuple[str, int, int]] | None = None
         for job in sorted(jobs):
             stage, at, rank = job
-            needs = waits_for(*job)
+            needs, number = waits_for(*job), parts[at][0]
             if any(one not in over for one in needs):
                 continue
             moment = max([over[one] for one in needs], default=0.0)
             if stage == "out":
-                moment = max(moment, ready[at], hops * at)
-            if stage != "sum":
-                moment = max(moment, hops * (at + (stage != "out"))) + engines.hop
+                first = ready[number] if early is None else early[number]
+                moment = max(moment, first + (ready[number] - first) * rank / (ranks - 1))
+            moment = max(moment, host * (number + (stage != "out"))) + engines.hop
             engine = (stage in ("out", "share"), 0 if shared else rank)
             begin = moment if stage == "sum" else max(moment, free.get(engine, 0.0))
             if best is None or (begin, moment) < best[:2]:
@@ -70,15 +84,15 @@ def copy_by_copy(
         assert best is not None
         begin, _, job = best
         stage, at, rank = job
+        piece = parts[at][1]
         if stage == "sum":
-            moved, now = (ranks + 1) * pieces[at], begin
+            moved, now = (ranks + 1) * piece, begin
             beside = min(moved, max(0.0, until - now) * engines.sum_speed)
             end = now + beside / engines.sum_speed + (moved - beside) / engines.sum_speed_alone
         else:
             at_an_end = rank in (0, ranks - 1)
-            one = stage == "share" or at_an_end or (stage == "in" and "sum" in stages)
-            copies = math.ceil(pieces[at] / engines.chunk) * (1 if one else 2)
-            moved = pieces[at] * (1 if stage == "share" else ranks - 1)
+            copies = 1 if stage == "share" or at_an_end or (stage == "in" and "sum" in stages) else 2
+            moved = piece * (1 if stage == "share" else ranks - 1)
             out = stage in ("out", "share")
             pause, speed = (engines.out_pause, engines.out_speed) if out else (engines.in_pause, engines.in_speed)
             end = begin + copies * pause + moved / speed
@@ -91,7 +105,8 @@ def copy_by_copy(
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_equations_are_what_single_copies_show(operator: str, ranks: int, shared: bool) -> None:
+@pytest.mark.parametrize("stagger", [0.0, 0.75])
+def test_the_equations_are_what_single_copies_show(operator: str, ranks: int, shared: bool, stagger: float) -> None:
     chance = random.Random(ranks)
     for _ in range(4):
         count = chance.randrange(1, 9)
@@ -99,9 +114,35 @@ def test_the_equations_are_what_single_copies_show(operator: str, ranks: int, sh
         nbytes, matmul = chance.choice([2**23, 2**25, 2**27]) / ranks, chance.choice([1e-4, 2e-3, 1e-2])
         pieces = [nbytes * one / sum(weights) for one in weights]
         ready = [matmul * one / sum(weights) for one in itertools.accumulate(weights)]
-        want = copy_by_copy(ENGINES, operator, ranks, shared, pieces, ready, ready[-1])
-        found = last_arrival(ENGINES, operator, ranks, shared, pieces, ready, ready[-1])
+        early = [now - stagger * matmul * one / sum(weights) for now, one in zip(ready, weights, strict=True)]
+        want = copy_by_copy(ENGINES, operator, ranks, shared, pieces, ready, ready[-1], early)
+        found = last_arrival(ENGINES, operator, ranks, shared, pieces, ready, ready[-1], early)
         assert found == pytest.approx(want, rel=0.07)
+
+
+def test_parcels_of_nothing_pass_and_those_of_one_parity_share_their_places() -> None:
+    """As a plan's parcels of fractions of bands may be: of each four only one holds anything."""
+    sparse, dense = [0.0, 0.0, 0.0, 2e6] * 6, [2e6] * 6
+    ahead, where = ENGINES.ahead, ("matmul_all_to_all", 4, True)
+    found, want = last_arrival(ahead, *where, sparse, [0.0] * 24), last_arrival(ahead, *where, dense, [0.0] * 6)
+    assert found > 1.02 * want  # one leaves only when the one before has been read
+    assert found == pytest.approx(copy_by_copy(ahead, *where, sparse, [0.0] * 24, 0.0), rel=0.07)
+    assert last_arrival(ahead, *where, [0.0] * 5, [1.0] * 5) == 0
+
+
+def test_the_rank_with_most_to_sum_counts() -> None:
+    where = ENGINES, "matmul_reduce_scatter", 4, True, [1e6], [0.0]
+    more = last_arrival(*where, 1.0, None, [4e6]) - last_arrival(*where, 1.0)
+    assert more == pytest.approx(5 * 3e6 / ENGINES.sum_speed)
+
+
+def test_hosts_need_what_was_measured_of_each_operator() -> None:
+    engines = dataclasses.replace(ENGINES, enqueues=(("matmul_all_reduce", 1e-3),))
+    assert engines.parcel_seconds("matmul_all_reduce") == 1e-3
+    assert engines.parcel_seconds("matmul_all_to_all") == pytest.approx(2e-4)
+    assert engines.ahead.parcel_seconds("matmul_all_reduce") == 0
+    machine = dataclasses.replace(node(), engines=engines)
+    assert Machine.from_dict(machine.to_dict()) == machine
 
 
 def test_limits() -> None:
@@ -115,6 +156,9 @@ def test_limits() -> None:
     assert last_arrival(paused, "matmul_all_to_all", 2, False, [1.0] * 10, [0.0] * 10) == pytest.approx(1e-2, rel=0.01)
     chunks = dataclasses.replace(paused, chunk=1000)
     assert last_arrival(chunks, "matmul_all_to_all", 2, False, [10_000.0], [0.0]) == pytest.approx(1e-2, rel=0.01)
+    both = dataclasses.replace(quick, chunk=round(piece / 10))  # the first chunk arrives while the second leaves
+    parts = last_arrival(both, "matmul_all_to_all", 2, False, [piece], [0.0])
+    assert parts == pytest.approx(piece / quick.out_speed + piece / 10 / quick.in_speed, rel=0.01)
     hosted = dataclasses.replace(quick, enqueue=1e-3)
     assert last_arrival(hosted, "matmul_all_to_all", 2, False, [1.0] * 10, [0.0] * 10) == pytest.approx(2e-2, rel=0.01)
     assert last_arrival(quick, "matmul_all_reduce", 1, False, [piece], [0.0]) == 0
@@ -127,7 +171,7 @@ def test_limits() -> None:
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(OPERATORS), st.integers(2, 8), st.booleans(), st.lists(st.floats(0, 3e7), min_size=1, max_size=6)
+    st.sampled_from(OPERATORS), st.integers(2, 8), st.booleans(), st.lists(st.floats(1, 3e7), min_size=1, max_size=6)
 )
 def test_more_of_anything_is_no_earlier(operator: str, ranks: int, shared: bool, pieces: list[float]) -> None:
     ready = [1e-3 * one for one in range(len(pieces))]
@@ -206,7 +250,8 @@ def test_the_best_is_no_worse_than_any_fixed_one(operator: str, k: int) -> None:
             name: predict(problem, plan, machine).total
             for name, plan in plans.items()
             if plan.grain == "signaled" and plan.share == best.share and plan.layout == best.layout
-        }
+            and is_even(problem, plan)
+        }  # fmt: skip
         assert predict(problem, best, machine).total <= min(ends.values()) * 1.025  # which stand beside it
 
 
@@ -236,7 +281,7 @@ def test_climbing_is_near_the_best_of_all_groupings(operator: str, matmul: float
 
     inner = itertools.chain.from_iterable(itertools.combinations(range(1, last), count) for count in range(last))
     least = min(end((*cuts, last)) for cuts in inner)
-    assert end(climb.best(last, end)) <= 1.005 * least
+    assert end(climb.best(last, end)) <= 1.01 * least
 
 
 @given(st.integers(1, 60))

@@ -161,3 +161,32 @@ def test_choosing_is_a_function_of_the_trials() -> None:
     trials = (Trial(SERIAL, None, (2.0, 9.0, 2.0)), Trial(TILES, 1.0, (1.0, 1.0, 8.0)))
     assert choose(trials)[0] == TILES
     assert choose(trials) == choose(trials)
+
+
+def test_serial_over_another_lane_comes_last_and_near_copies_do_not_come() -> None:
+    again = Plan("serial", "net", split(64, 2))
+    found = short_list([TILES, SERIAL, HALVES, again, OTHER_SERIAL, Plan("chunked", "dma", split(64, 3)), QUARTERS])
+    assert found == [SERIAL, TILES, HALVES, Plan("chunked", "dma", split(64, 3)), OTHER_SERIAL]
+    near = [Plan("chunked", "dma", split(64, parts)) for parts in (8, 9, 10, 11)]
+    assert short_list([SERIAL, *near]) == [SERIAL, near[0], near[3]]
+
+
+def test_what_time_is_left_goes_to_the_fastest() -> None:
+    asked: list[Plan] = []
+
+    def measure(plan: Plan) -> float:
+        asked.append(plan)
+        return {SERIAL: 30e-3, TILES: 22e-3, HALVES: 20e-3, QUARTERS: 29e-3}[plan]
+
+    assert run(measure).plan == HALVES
+    assert asked[:4] == [SERIAL, TILES, HALVES, QUARTERS]
+    assert asked[4:] == [HALVES, TILES, QUARTERS]  # and no time for serial
+
+
+def test_one_measurement_is_less_sure_than_three() -> None:
+    def trials(count: int, gain: float) -> tuple[Trial, Trial]:
+        return Trial(SERIAL, None, (1.0,) * count), Trial(TILES, None, (1 - gain,) * count)
+
+    for count, gain, plan in ((1, 0.025, SERIAL), (1, 0.035, TILES), (2, 0.015, SERIAL), (2, 0.025, TILES)):
+        assert choose(trials(count, gain))[0] == plan
+    assert choose(trials(3, 0.015))[0] == choose(trials(9, 0.015))[0] == TILES

@@ -4,7 +4,8 @@
 |---|---|
 | collectives | each operator's communication without its matmul, over each lane, by the bytes of a rank's product |
 | interference | the pairs that the fabric measured: matmul and lane, alone and side by side (`plan.interference`) |
-| work | signaled matmuls without communication, of several inner sizes (`plan.work`), and an unpacking copy |
+| work | signaled matmuls without communication, of several inner sizes (`plan.work`), and an unpacking copy; on a GPU
+  also the library's matmul: `profile_matmul` |
 | engines | where lane dma is staged through host memory: `profile_engines` |
 
 Every rank comes along, and the slowest counts.
@@ -21,8 +22,8 @@ import torch
 from ..fabric.timer import compare
 from ..plan import interference, reorder, work
 from ..plan.defaults import default_plan
+from ..plan.matmuls import rate, workers_of
 from ..plan.plan import OPERATORS, split
-from ..plan.predict import rate, workers_of
 from ..plan.problem import Problem
 from ..plan.search import frames
 from ..plan.tokens import Tokens
@@ -30,6 +31,7 @@ from . import all_gather_matmul, matmul_all_reduce, matmul_all_to_all, matmul_re
 from .finish import Finish
 from .operands import dtype_name
 from .produce import placed, product_of
+from .profile_timing import together
 
 if TYPE_CHECKING:
     from ..fabric.group import Group
@@ -44,7 +46,7 @@ _NOTHING = Finish(None, "none")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Effort:
-    """Bytes of a rank's product, the tile kernels' shapes, rounds, and seconds for each size or kernel."""
+    """Bytes of a rank's product, shapes of tile kernels (the last is unpacked, too), rounds, seconds of each."""
 
     sizes: tuple[int, ...]
     shapes: tuple[tuple[int, int, int], ...]
@@ -55,15 +57,13 @@ class Effort:
     @staticmethod
     def fitting(device: str, quick: bool) -> Effort:
         if device == "cpu":
-            largest, shapes = (1 << 20 if quick else 16 << 20), ((512, 512, 64), (512, 512, 256), (768, 512, 768))
+            largest = 1 << 20 if quick else 16 << 20
             sizes = tuple(1 << exponent for exponent in range(14, 25, 2) if 1 << exponent <= largest)
+            shapes = ((512, 512, 64), (512, 512, 256), (768, 512, 768))
             return Effort(sizes, shapes, torch.float32, 3 if quick else 5, 0.2 if quick else 0.6)
-        largest, shapes = (
-            (16 << 20 if quick else 256 << 20),
-            ((4096, 4096, 512), (4096, 4096, 2048), (8192, 4096, 4096)),
-        )
+        largest = 16 << 20 if quick else 256 << 20
         sizes = tuple(1 << exponent for exponent in range(16, 29, 2) if 1 << exponent <= largest)
-        return Effort(sizes, shapes, torch.bfloat16, 5 if quick else 11, 1.0 if quick else 2.0)
+        return Effort(sizes, ((8192, 4096, 4096),), torch.bfloat16, 5 if quick else 11, 1.0 if quick else 2.0)
 
 
 def sharpen(
@@ -74,8 +74,15 @@ def sharpen(
     collectives = _collectives(group, effort, list(machine.lanes), lambda what, done: progress(what, 0.8 * done))
     progress("tiles", 0.8)
     found = dataclasses.replace(machine, collectives=collectives, interference=_interference(machine, pairs))
-    overhead, efficiency = work.fit(_kernels(group, effort, found))
-    costs = work.Work(overhead=overhead, efficiency=efficiency, copy_speed=_copy_speed(group, effort))
+    align = meeting(group, "dma" if "dma" in machine.lanes else next(iter(machine.lanes)))
+    if group.device.type == "cuda":
+        from . import profile_matmul  # what only a GPU has: kernels
+
+        costs = profile_matmul.costs(group, found, lambda call: together(group, call, align, effort.rounds))
+    else:
+        overhead, efficiency = work.fit(_kernels(group, effort, found))
+        costs = work.Work(overhead=overhead, efficiency=efficiency)
+    costs = dataclasses.replace(costs, copy_speed=_copy_speed(group, effort))
     engines = None
     if "dma" in machine.lanes:
         progress("copy engines", 0.9)
@@ -83,7 +90,7 @@ def sharpen(
         def bare(operator: str, nbytes: int, parcels: int) -> Call:
             return communication(group, operator, "dma", nbytes, effort.dtype, parcels)
 
-        engines = profile_engines.engines(group, bare, effort.rounds)
+        engines = profile_engines.engines(group, bare, align, effort.rounds)
     return dataclasses.replace(found, work=costs, engines=engines)
 
 
@@ -111,9 +118,7 @@ def _collectives(
 ) -> dict[str, dict[str, Points]]:
     running = [(operator, lane) for operator in OPERATORS for lane in lanes]
     curves: dict[tuple[str, str], list[tuple[int, float]]] = {one: [] for one in running}
-    last_step = communication(
-        group, matmul_all_to_all.OPERATOR, "peer" if "peer" in lanes else lanes[0], 1, effort.dtype
-    )
+    last_step = meeting(group, "peer" if "peer" in lanes else lanes[0])
 
     def align() -> None:
         """A barrier over Gloo lets ranks go milliseconds apart; messages between all of them bring them together."""
@@ -140,6 +145,12 @@ def _collectives(
         if not running:
             break
     return {operator: {lane: tuple(curves[operator, lane]) for lane in lanes} for operator in OPERATORS}
+
+
+def meeting(group: Group, lane: str) -> Call:
+    """The smallest message from every rank to every other: when a stream is past it, all ranks' have reached it."""
+    dtype = torch.bfloat16
+    return communication(group, matmul_all_to_all.OPERATOR, lane, group.size * _COLUMNS * dtype.itemsize, dtype)
 
 
 def communication(
@@ -181,7 +192,7 @@ def communication(
 
 
 def _kernels(group: Group, effort: Effort, machine: Machine) -> list[work.KernelSample]:
-    """Signaled matmuls of every shape without their communication."""
+    """Signaled matmuls of every shape without their communication, on a CPU."""
     fabric, samples = group.fabric, []
     for m, n, k in effort.shapes:
         x = torch.ones(m, k, dtype=effort.dtype, device=group.device)

@@ -3,16 +3,18 @@
 | constant | from |
 |---|---|
 | speeds, pauses, hop, end | bare communication of all_to_all and all_reduce in 1 to 16 parcels, by `staged.fit` |
-| call, enqueue | the host's seconds for whole calls of few and of many parcels |
+| enqueues | each operator's seconds of the host for whole calls of few and of many parcels |
+| call | calls whose matmul is next to nothing: of few parcels, with a host that begins with them, and with one ahead |
 | sum speeds | the kernel that sums, alone and beside a matmul on all SMs but those that its plan leaves |
 
-Each stands behind something long on the GPU, so that the host has enqueued everything before it begins: what hosts cost
-is `enqueue` and `call`. Every rank comes along, and the slowest counts.
+Each stands behind something long on the GPU, so that the host has enqueued everything before it begins
+(`profile_timing`): what hosts cost is `enqueues` and `call`. Every rank comes along, and the slowest counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import statistics
 import time
@@ -27,29 +29,36 @@ from ..plan.defaults import default_plan
 from ..plan.plan import split
 from ..plan.problem import Problem
 from ..plan.search import frames
-from . import matmul_all_reduce, matmul_all_to_all
+from . import matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from .finish import Finish
 from .operands import dtype_name
 from .produce import product_of
+from .profile_timing import DELAY_CYCLES, together
 
 if TYPE_CHECKING:
     from ..fabric.group import Group
 
 Call = Callable[[], object]
 _cuda: Any = torch.cuda  # parts of it carry no types, which strict checking would refuse to call
-_DELAY_CYCLES = 25_000_000  # more than 10 ms on GPUs of today: longer than the host needs to enqueue any of this
 _OPERATORS = (matmul_all_to_all.OPERATOR, matmul_all_reduce.OPERATOR)
 _SIZES = (16 << 20, 128 << 20)  # of a rank's product
 _PARCELS = (1, 2, 4, 8, 16)
-_FEW, _MANY = 2, 8
+_CALLS: dict[str, Callable[..., object]] = {
+    matmul_all_to_all.OPERATOR: matmul_all_to_all.matmul_all_to_all,
+    matmul_reduce_scatter.OPERATOR: matmul_reduce_scatter.matmul_reduce_scatter,
+    matmul_all_reduce.OPERATOR: matmul_all_reduce.matmul_all_reduce,
+}
+_FEW, _MANY = 4, 16
+_BANDS, _INNER, _COLUMNS = 16, 64, 2048  # of the calls that hosts are timed with: bands of each rank, k, n
 _SUMMED = 4 << 20  # bytes of a piece
 _SUMS = 3  # in a row
 
 
-def engines(group: Group, bare: Callable[[str, int, int], Call], rounds: int) -> staged.Engines | None:
+def engines(group: Group, bare: Callable[[str, int, int], Call], align: Call, rounds: int) -> staged.Engines | None:
     """The copy engines behind lane dma; None where it is not staged. Collective; the same on all ranks.
 
-    `bare(operator, nbytes, parcels)`: that operator's communication over dma, without its matmul.
+    `bare(operator, nbytes, parcels)`: that operator's communication over dma, without its matmul. `align`: a message
+    from every rank to every other.
     """
     fabric = group.fabric
     if fabric.lanes().get("dma") or group.size == 1 or group.device.type != "cuda":
@@ -60,59 +69,59 @@ def engines(group: Group, bare: Callable[[str, int, int], Call], rounds: int) ->
     shared = bool(getattr(fabric, "shares_device", False))
     beside, alone = _sum_speeds(group, rounds)
     guess = staged.Engines(5e10, 5e10, 1.5e-5, 1.5e-5, 1e-5, chunk, beside, alone, end=1e-4)
-    align = bare(matmul_all_to_all.OPERATOR, 1, 1)
     samples = []
     for operator, nbytes, parcels in itertools.product(_OPERATORS, _SIZES, _PARCELS):
-        seconds = _behind(group, bare(operator, nbytes, parcels), align, rounds)
+        seconds = together(group, _guarded(group, bare(operator, nbytes, parcels)), align, rounds).seconds
         samples.append(staged.Sample(operator, nbytes, parcels, seconds))
     found = staged.fit(samples, guess, group.size, shared)
-    call, enqueue = _host(group, rounds)
-    return dataclasses.replace(found, call=call, enqueue=enqueue)
+    call, enqueues = _host(group, align, rounds)
+    return dataclasses.replace(found, call=call, enqueues=enqueues)
 
 
-def _behind(group: Group, call: Call, align: Call, rounds: int) -> float:
-    """Device seconds of a call that finds the GPU busy; the median, after one that is not counted.
+def _guarded(group: Group, call: Call) -> Call:
+    """The same as a call of its own: bare communication is none."""
 
-    `align`: a message between all ranks, which lets them begin together; a barrier of hosts does not.
-    """
+    def guarded() -> None:
+        with group.fabric.guarded_call(()):
+            call()
+
+    return guarded
+
+
+def _host(group: Group, align: Call, rounds: int) -> tuple[float, tuple[tuple[str, float], ...]]:
+    """Seconds of the host before a call's first copy can begin, and for each parcel, by operator."""
+    m = _BANDS * 128 * group.size
+    x = torch.ones(m, _INNER, dtype=torch.bfloat16, device=group.device)
+    w = torch.ones(_INNER, _COLUMNS, dtype=torch.bfloat16, device=group.device)
+    before, enqueues = [], []
+    for operator, function in _CALLS.items():
+        rows = m // group.size if operator == matmul_reduce_scatter.OPERATOR else m
+        out = x.new_empty(rows, _COLUMNS)
+        plan = default_plan(_problem(group, x, w, operator), "signaled", "dma")
+        few, many = (
+            functools.partial(function, x, w, group=group, out=out, plan=dataclasses.replace(plan, parcels=parcels))
+            for parcels in (split(plan.extent, _FEW), split(plan.extent, _MANY))
+        )
+        late, ahead = (together(group, few, align, rounds, ahead=one).seconds for one in (False, True))
+        before.append(max(0.0, late - ahead))
+        each = (_enqueueing(group, many, rounds) - _enqueueing(group, few, rounds)) / (_MANY - _FEW)
+        enqueues.append((operator, max(0.0, each)))
+    return statistics.median(before), tuple(enqueues)
+
+
+def _enqueueing(group: Group, call: Call, rounds: int) -> float:
+    """Seconds until the host has enqueued a call, while the GPU sleeps; the median of the slowest ranks'."""
     taken = []
+    call()
     for _ in range(rounds + 1):
         torch.cuda.synchronize(group.device)
         group.barrier()
-        align()
-        _cuda._sleep(_DELAY_CYCLES)
-        start, end = _cuda.Event(enable_timing=True), _cuda.Event(enable_timing=True)
-        start.record()
-        with group.fabric.guarded_call(()):
-            call()
-        end.record()
-        end.synchronize()
-        taken.append(float(start.elapsed_time(end)) * 1e-3)
+        _cuda._sleep(DELAY_CYCLES)
+        began = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - began)
+    torch.cuda.synchronize(group.device)
     return statistics.median(group.reduce_max(taken)[1:])
-
-
-def _host(group: Group, rounds: int) -> tuple[float, float]:
-    """Seconds that the host needs for a call of no parcels, and for each stage of copies of each parcel."""
-    x = torch.ones(16 * 128, 64, dtype=torch.bfloat16, device=group.device)
-    w = torch.ones(64, 256, dtype=torch.bfloat16, device=group.device)
-    y = torch.empty(x.shape[0], w.shape[1], dtype=x.dtype, device=group.device)
-    plan = default_plan(_problem(group, x, w), "signaled", "dma")
-    medians = []
-    for parcels in (_FEW, _MANY):
-        chosen = dataclasses.replace(plan, parcels=split(plan.extent, parcels))
-        taken = []
-        for turn in range(rounds + 1):
-            torch.cuda.synchronize(group.device)
-            group.barrier()
-            if turn:  # the first one loads kernels and tables, which must not wait for what sleeps
-                _cuda._sleep(_DELAY_CYCLES)
-            began = time.perf_counter()
-            matmul_all_reduce.matmul_all_reduce(x, w, group=group, plan=chosen, out=y)
-            taken.append(time.perf_counter() - began)
-            torch.cuda.synchronize(group.device)
-        medians.append(statistics.median(group.reduce_max(taken)[1:]))
-    each = max(0.0, medians[1] - medians[0]) / (_MANY - _FEW)
-    return max(0.0, medians[0] - _FEW * each), each / staged.copy_stages(matmul_all_reduce.OPERATOR)
 
 
 def _sum_speeds(group: Group, rounds: int) -> tuple[float, float]:
@@ -156,8 +165,8 @@ def _sum_speeds(group: Group, rounds: int) -> tuple[float, float]:
     return first, second
 
 
-def _problem(group: Group, x: torch.Tensor, w: torch.Tensor) -> Problem:
+def _problem(group: Group, x: torch.Tensor, w: torch.Tensor, operator: str = matmul_all_reduce.OPERATOR) -> Problem:
     return Problem.of(
-        matmul_all_reduce.OPERATOR, x.shape[0], w.shape[1], x.shape[1], dtype=dtype_name(x), ranks=group.size,
+        operator, x.shape[0], w.shape[1], x.shape[1], dtype=dtype_name(x), ranks=group.size,
         device=group.device.type, multiprocessors=group.fabric.multiprocessors,
     )  # fmt: skip

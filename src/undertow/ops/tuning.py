@@ -28,8 +28,9 @@ from ..errors import AllocationFailed, InvalidArgument, MismatchedCall, Strategy
 from ..plan import brought, cache, tuner
 from ..plan.defaults import default_plan
 from ..plan.fused import stage_bytes
+from ..plan.matmuls import matmul_seconds
 from ..plan.plan import EMBEDDING
-from ..plan.predict import matmul_seconds, predict
+from ..plan.predict import predict
 from ..plan.search import ranked
 from ..plan.tuner import BUDGET_SECONDS, Decision, Trial
 from .explain import Candidate, Choice

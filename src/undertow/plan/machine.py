@@ -23,7 +23,7 @@ from .. import settings
 from ..errors import InvalidArgument
 from .interference import Effect, Interference, derived
 from .plan import DEVICES, LANES, OPERATORS
-from .staged import Engines
+from .staged import STAGES, Engines
 from .tables import Points, Section, to_toml
 from .work import Work
 
@@ -185,14 +185,20 @@ class Machine:
             effects = {name: asdict(effect) for name, effect in self.interference.effects}
             found["interference"] = {"multiprocessors": self.interference.multiprocessors, "lanes": effects}
         if self.work != Work():
-            found["work"] = {name: value for name, value in asdict(self.work).items() if value is not None}
+            found["work"] = {
+                name: [list(point) for point in value] if isinstance(value, tuple) else value
+                for name, value in asdict(self.work).items()
+                if value is not None and value != ()
+            }
         if self.collectives:
             found["collectives"] = {
                 operator: {lane: [list(point) for point in points] for lane, points in lanes.items()}
                 for operator, lanes in self.collectives.items()
             }
         if self.engines is not None:
-            found["engines"] = asdict(self.engines)
+            found["engines"] = {name: value for name, value in asdict(self.engines).items() if value != ()}
+            if self.engines.enqueues:
+                found["engines"]["enqueues"] = dict(self.engines.enqueues)
         return found
 
     @classmethod
@@ -274,17 +280,26 @@ def _effect(section: Section) -> Effect:
 
 def _work(section: Section) -> Work:
     """Each key may be absent."""
-    positive = {name: section.positive(name) for name in ("efficiency", "signal", "copy_speed") if section.has(name)}
-    work = Work(**positive, **{name: section.not_negative(name) for name in ("overhead", "skew") if section.has(name)})
+    speeds = ("efficiency", "signal", "copy_speed", "read_speed")
+    found: dict[str, Any] = {name: section.positive(name) for name in speeds if section.has(name)}
+    found |= {name: section.not_negative(name) for name in ("overhead", "skew", "stagger") if section.has(name)}
+    found |= {name: section.points(name) for name in ("tiles", "library", "rows") if section.has(name)}
+    if found.get("stagger", 0.0) >= 1:
+        raise section.refuse("stagger", found["stagger"], "below 1")
     section.finish()
-    return work
+    return Work(**found)
 
 
 def _engines(section: Section) -> Engines:
     speeds = ("out_speed", "in_speed", "sum_speed", "sum_speed_alone")
     delays = ("out_pause", "in_pause", "hop", "end", "call", "enqueue")
+    enqueues: tuple[tuple[str, float], ...] = ()
+    if section.has("enqueues"):
+        table = section.section("enqueues")
+        enqueues = tuple((operator, table.not_negative(operator)) for operator in table.names(tuple(STAGES)))
     engines = Engines(
         chunk=section.whole("chunk"),
+        enqueues=enqueues,
         **{name: section.positive(name) for name in speeds},
         **{name: section.not_negative(name) for name in delays},
     )

@@ -1,10 +1,6 @@
 """How long a plan will take on a machine. Equations only: nothing runs.
 
-**Matmul.** rate(c) are the operations per second of the machine's matmul on c workers, inside a full wave. A tile takes
-`Work.overhead` + 2 block_m block_n k / (efficiency · rate(c) / c), a kernel ceil(tiles / c) such waves. Serial and
-chunked matmuls are the library's: tiles of `LIBRARY_TILE`, without overhead. CPU threads have no waves of their own:
-there a matmul takes its operations at the rate, and tails cost what they are. Where the machine tells its `copy_speed`,
-no matmul is faster than its operands can be read.
+**Matmul.** `matmuls`: waves of tiles, or a library's kernels, by the machine's rate and curves.
 
 **Communication.** Of B bytes of its product each of R ranks sends, and receives,
 
@@ -21,13 +17,16 @@ the mirror image: the lane is the producer, tiles wait for rows. serial is one p
 is cut: lanes are measured with their own pipelining.
 
 **Staged.** Where the machine tells of its copy engines, `dma` goes through host memory, and parcels pass stages of
-which several are under way at once (`staged`); a parcel's collective alone would take longer than it adds.
+which several are under way at once (`staged`); a parcel's collective alone would take longer than it adds. The host
+enqueues one parcel after the other, chunks' matmuls among them. Libraries' matmuls of ranks that share a GPU take it
+one after the other: the first rank may send while the others compute (`Work.stagger`).
 
 **Lookups.** embedding_all_to_all has bags of k rows instead of a matmul: every row is read and every sum written once,
 at twice the speed of a copy. What is fused moves while it is pooled, and takes as long as the longer of the two; but a
 GPU's slices that are posted to the proxy leave as parcels do, and all that arrives is brought to its place in the end.
 
-A parcel counts as its share of the tiles, tails and uneven splits notwithstanding.
+A parcel counts as its share of the tiles, tails and uneven splits notwithstanding; where parcels are fractions of every
+rank's bands, as the bands that this gives.
 
 **Fused.** Tiles move while others are computed, so the longer of the two counts, the matmul slowed by the lane. What
 comes after is the last tile's way (signal, skew), and what only one rank can do then: the owner reads all ranks' parts
@@ -43,20 +42,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import brought, fused, pipeline, staged
+from . import fused, pipeline, staged
 from .machine import at
+from .matmuls import copy_speed, matmul_times, shards_of, workers_of
 from .pipeline import Step
 from .plan import EMBEDDING
-from .problem import ITEM_SIZES
 
 if TYPE_CHECKING:
     from .machine import Machine
     from .plan import Plan
     from .problem import Problem
-
-LIBRARY_TILE = (128, 256)
-"""What vendors' libraries use for large matmuls on recent GPUs: how their waves are counted."""
-_COPY_SPEED = {"cpu": 4e9, "cuda": 2e12}  # bytes of result per second, until `Work.copy_speed` says better
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +96,72 @@ def is_staged(problem: Problem, machine: Machine, lane: str) -> bool:
 
 
 def _staged(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
-    assert machine.engines is not None
     bounds = [0, *itertools.accumulate(stop - start for start, stop in plan.parcels)]
-    whole = max(1, bounds[-1])
-    serial = plan.grain == "serial"
-    computing = matmul_times(problem, plan, machine, [0, whole] if serial else bounds)
-    gemm = sum(computing)
-    engines, slow = beside_matmul(problem, plan, machine) if not serial else (machine.engines, 1.0)
-    ready = [gemm] * len(plan.parcels) if serial else [slow * one for one in itertools.accumulate(computing)]
-    pieces = [problem.result_bytes * (stop - start) / whole / problem.ranks for start, stop in plan.parcels]
-    where = problem.operator, problem.ranks, machine.shares_device, pieces
-    arrived = staged.last_arrival(engines, *where, ready, ready[-1] if ready else 0.0)
-    around = engines.call + engines.end
-    alone = around + staged.last_arrival(engines, *where, [0.0] * len(pieces))
+    call = Staging(problem, plan, machine)
+    computing, pieces = call.computing(bounds), call.pieces(bounds)
+    around = call.engines.call + call.engines.end
+    where = problem.operator, problem.ranks, machine.shares_device
+    alone = around + staged.last_arrival(call.engines, *where, pieces, [0.0] * len(pieces))
     packed = plan.grain == "signaled" and plan.layout == "packed"
     unpack = unpack_seconds(problem, machine) if packed else 0.0
-    return Prediction(gemm, alone, unpack, around + max([arrived, *ready[-1:]]) + unpack)
+    return Prediction(sum(computing), alone, unpack, around + call.end(bounds) + unpack)
+
+
+class Staging:
+    """A plan over copy engines, whatever the bounds of its parcels: what is known once is asked for many of them."""
+
+    def __init__(self, problem: Problem, plan: Plan, machine: Machine) -> None:
+        assert machine.engines is not None
+        self.problem, self.plan, self.machine = problem, plan, machine
+        self.serial, self.engines, self._slow = plan.grain == "serial", machine.engines, 1.0
+        if not self.serial:
+            self.engines, self._slow = beside_matmul(problem, plan, machine)
+        self._host = self.engines.parcel_seconds(problem.operator)
+        self.matmuls = len(shards_of(problem, plan))
+
+    def computing(self, bounds: Sequence[int]) -> list[float]:
+        """Seconds of each parcel's matmul; of the only one, where it is serial."""
+        ends = [0, max(1, bounds[-1])] if self.serial else bounds
+        return matmul_times(self.problem, self.plan, self.machine, ends, self._tiles(bounds))
+
+    def pieces(self, bounds: Sequence[int]) -> list[float]:
+        """Bytes that each parcel holds for each rank."""
+        sizes = self._tiles(bounds) or [stop - start for start, stop in itertools.pairwise(bounds)]
+        return [self.problem.result_bytes * one / max(1, sum(sizes)) / self.problem.ranks for one in sizes]
+
+    def end(self, bounds: Sequence[int]) -> float:
+        """When all has arrived, from the moment on when the host has begun to enqueue the matmul."""
+        computing, pieces = self.computing(bounds), self.pieces(bounds)
+        ready, early, now = [], [], 0.0
+        stagger = self.machine.work.stagger if self.machine.shares_device and self.plan.tile is None else 0.0
+        for number, seconds in enumerate(computing):
+            if self.plan.grain == "chunked":  # its matmul is enqueued after the parcels before it
+                now = max(now, number * self._host)
+            now += self._slow * seconds
+            ready.append(now)
+            early.append(now - stagger * self._slow * seconds / self.matmuls)
+        if self.serial:
+            ready, early = ready * len(pieces), early * len(pieces)
+        until = 0.0 if self.serial else now
+        where = self.problem.operator, self.problem.ranks, self.machine.shares_device
+        return max(now, staged.last_arrival(self.engines, *where, pieces, ready, until, early, self.largest(pieces)))
+
+    def _tiles(self, bounds: Sequence[int]) -> list[int] | None:
+        """Tiles of each parcel where it is a fraction of every rank's bands, of which there may be none."""
+        problem, plan, extent = self.problem, self.plan, max(1, bounds[-1])
+        if plan.tile is None or plan.order != "proportional" or plan.layout != "natural":
+            return None
+        columns, bands = -(-problem.n // plan.tile[1]), [-(-rows // plan.tile[0]) for rows in problem.shards]
+        ends = [columns * sum(count * bound // extent for count in bands) for bound in bounds]
+        return [stop - start for start, stop in itertools.pairwise(ends)]
+
+    def largest(self, pieces: Sequence[float]) -> list[float] | None:
+        """The most that each parcel holds for one rank, where parcels are bands that ranks have in turn."""
+        problem, plan = self.problem, self.plan
+        if plan.tile is None or plan.layout != "natural" or problem.operator != "matmul_reduce_scatter":
+            return None
+        band = problem.n * plan.tile[0] * problem.item_size
+        return [min(piece * problem.ranks, math.ceil(piece / band - 1e-6) * band) for piece in pieces]
 
 
 def beside_matmul(problem: Problem, plan: Plan, machine: Machine) -> tuple[staged.Engines, float]:
@@ -159,16 +204,6 @@ def fused_rest_seconds(problem: Problem, machine: Machine) -> float:
     return signal + machine.work.skew + rest
 
 
-def workers_of(problem: Problem, plan: Plan) -> int:
-    """The SMs (threads) that the plan's matmul runs on."""
-    share = plan.share.multiprocessors if plan.grain != "serial" else None
-    every = min(problem.multiprocessors, share or problem.multiprocessors)
-    apart = plan.grain == "fused" and problem.device == "cuda" and problem.operator != EMBEDDING
-    if apart and (fused.form(problem, plan) == fused.SCATTER or fused.brought(problem, plan)):
-        return fused.multiplying(every, plan)
-    return every
-
-
 def signal_seconds(plan: Plan, machine: Machine) -> float:
     """From a complete parcel to the start of its call: nothing on the same stream, a hop to another, a signal."""
     if plan.grain == "serial":
@@ -176,81 +211,6 @@ def signal_seconds(plan: Plan, machine: Machine) -> float:
     if plan.grain == "chunked" or machine.work.signal is None:
         return machine.stream_seconds
     return machine.work.signal
-
-
-# -- matmul --------------------------------------------------------------------------------------------------------
-
-
-def rate(problem: Problem, machine: Machine, workers: int) -> float:
-    """Operations per second on so many workers inside a full wave, for the problem's dtype.
-
-    The measured matmul had a last wave that was not full; a dtype of another size runs as much slower as it is larger.
-    """
-    curve = machine.gemm
-    found = 2 * math.prod(curve.shape) / curve.seconds(workers)
-    if curve.workers == "SMs":
-        tiles = _tiles(curve.shape[0], curve.shape[1], LIBRARY_TILE)
-        used = min(workers, curve.points[-1][0])
-        found *= -(-tiles // used) * used / tiles
-    return found * ITEM_SIZES.get(curve.dtype, problem.item_size) / problem.item_size
-
-
-def tile_seconds(problem: Problem, machine: Machine, tile: tuple[int, int], workers: int) -> float:
-    """What one tile takes while `workers` of them are computed at once."""
-    tiles = max(1, sum(_tiles(rows, problem.n, tile) for rows in problem.shards))
-    operations = 2 * tile[0] * tile[1] * problem.k if machine.gemm.workers == "SMs" else problem.flops / tiles
-    work = machine.work
-    seconds = work.overhead + operations * workers / (work.efficiency * rate(problem, machine, workers))
-    return max(seconds, _reading(problem, machine, problem.m) / -(-tiles // workers))
-
-
-def matmul_seconds(problem: Problem, machine: Machine, workers: int, rows: int) -> float:
-    """A library's matmul of so many of the problem's rows; the lookups of so many samples."""
-    if not rows:
-        return 0.0
-    if problem.operator == EMBEDDING:
-        touched = rows * problem.n * (problem.k + 1) * problem.item_size
-        part = workers / problem.multiprocessors
-        return machine.launch_seconds + touched / (2 * copy_speed(machine) * part)
-    speed = rate(problem, machine, workers)
-    seconds = 2 * rows * problem.n * problem.k / speed
-    if machine.gemm.workers == "SMs":
-        waves = -(-_tiles(rows, problem.n, LIBRARY_TILE) // workers)
-        seconds = waves * workers * 2 * math.prod(LIBRARY_TILE) * problem.k / speed
-    return machine.launch_seconds + max(seconds, _reading(problem, machine, rows))
-
-
-def _reading(problem: Problem, machine: Machine, rows: int) -> float:
-    """Seconds to read x and w and to write y once; a copy reads and writes, so memory is twice as fast. 0: unknown."""
-    if machine.work.copy_speed is None:
-        return 0.0
-    elements = rows * problem.k + problem.k * problem.n + rows * problem.n
-    return elements * problem.item_size / (2 * machine.work.copy_speed)
-
-
-def matmul_times(problem: Problem, plan: Plan, machine: Machine, bounds: Sequence[int]) -> list[float]:
-    """What each parcel's part of the matmul takes, in the order of the parcels."""
-    workers, extent = workers_of(problem, plan), max(1, bounds[-1])
-    if plan.tile is None or problem.operator == EMBEDDING:
-        apart = plan.grain == "chunked" and problem.operator in ("matmul_reduce_scatter", "matmul_all_to_all")
-        shards = problem.shards if apart else (problem.m,)  # rows of every rank in each parcel are a matmul each
-        times = [0.0] * (len(bounds) - 1)
-        for rows in shards:
-            cuts = [rows * bound // extent for bound in bounds]
-            for at, (start, stop) in enumerate(itertools.pairwise(cuts)):
-                times[at] += matmul_seconds(problem, machine, workers, stop - start)
-        return times
-    tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)
-    one = tile_seconds(problem, machine, plan.tile, workers)
-    ends = [-(-tiles * bound // (extent * workers)) * one for bound in bounds]
-    if fused.at_once(plan) and brought.last_tiles(tiles, workers, plan):
-        ends[-1] -= one * (1 - 1 / plan.split)
-    times = [stop - start for start, stop in itertools.pairwise(ends)]
-    return [machine.launch_seconds + times[0], *times[1:]] if times else []
-
-
-def _tiles(rows: int, columns: int, tile: tuple[int, int]) -> int:
-    return -(-rows // tile[0]) * -(-columns // tile[1])
 
 
 # -- communication -------------------------------------------------------------------------------------------------
@@ -275,13 +235,6 @@ def unpack_seconds(problem: Problem, machine: Machine) -> float:
     """Bringing a packed result into natural order: one pass over what this rank keeps."""
     held = problem.result_bytes / (problem.ranks if problem.operator == "matmul_reduce_scatter" else 1)
     return machine.launch_seconds + held / copy_speed(machine)
-
-
-def copy_speed(machine: Machine) -> float:
-    """Bytes of result per second that one rank's copy kernel moves: measured, or a guess for this kind of device."""
-    if machine.work.copy_speed is not None:
-        return machine.work.copy_speed
-    return _COPY_SPEED[machine.device] / (machine.ranks if machine.shares_device else 1)
 
 
 def _moving(problem: Problem, plan: Plan, machine: Machine, start: int, stop: int, extent: int) -> tuple[float, float]:

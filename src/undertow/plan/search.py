@@ -27,23 +27,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import brought, climb, flash_overlap, fused, pipeline, staged
+from . import brought, climb, flash_overlap, fused, pipeline
 from .defaults import BESIDE_CTAS, default_plan, fused_plan, gather_forms
+from .matmuls import LIBRARY_TILE, matmul_seconds, tile_seconds, workers_of
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
-from .predict import (
-    LIBRARY_TILE,
-    Prediction,
-    beside_matmul,
-    collective_seconds,
-    is_staged,
-    matmul_seconds,
-    matmul_times,
-    predict,
-    signal_seconds,
-    tile_seconds,
-    workers_of,
-)
+from .predict import Prediction, Staging, collective_seconds, is_staged, predict, signal_seconds
 from .tiles import TileGrid
 
 if TYPE_CHECKING:
@@ -58,6 +47,9 @@ _STATES = 12
 _ROW_CUTS = 64  # at most: where rows may be cut
 _NOTHING = 5e-4
 _CHUNKS = (2, 4, 8)
+_SEARCHED = ("best", "serial, planned", "chunks, planned")
+_FLATTERED = 0.02  # of many cuts that were tried, those are found best that the model's errors flatter most
+_CLEARLY = 0.1
 _GROUP_BANDS = 8
 _GPU_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 _WIDE_GPU_TILES = ((64, 128), (64, 64))  # fp32: no tensor cores, many registers
@@ -73,13 +65,24 @@ def candidates(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list
 def ranked(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[tuple[Plan, Prediction]]:
     """The candidates with what they are predicted to take. Lanes that the machine does not know are left out."""
     known = [lane for lane in lanes if lane in machine.lanes] or list(machine.lanes)
-    plans = [plan for lane in known for plan in fixed(problem, machine, lane).values()]
+    every = [item for lane in known for item in fixed(problem, machine, lane).items()]
+    plans = [plan for _, plan in every]
     if "peer" in known:  # who can store into all ranks' memory need not post to a proxy, whose thread would stay
         plans = [plan for plan in plans if not plan.posts(problem.device)]
     plans += fused_plans(problem) if "peer" in known else []
-    unique = {plan.digest: plan for plan in plans}
+    unique = {
+        plan.digest: plan for plan in plans if is_even(problem, plan) or not is_staged(problem, machine, plan.lane)
+    }
+    regular = {plan.digest for name, plan in every if name not in _SEARCHED}
+    searched = {plan.digest for name, plan in every if name in _SEARCHED and is_staged(problem, machine, plan.lane)}
     found = [(plan, predict(problem, plan, machine)) for plan in unique.values()]
-    return sorted(found, key=lambda one: (one[1].total, one[0].grain != "serial"))  # stable: ties go to serial
+
+    def place(one: tuple[Plan, Prediction]) -> tuple[float, bool]:
+        serial = one[0].grain == "serial"  # others are measured against it, so the usual one comes first
+        flattered = (_CLEARLY if serial else _FLATTERED) * (one[0].digest in searched - regular)
+        return one[1].total * (1 + flattered), not serial  # ties go to serial
+
+    return sorted(found, key=place)  # stable
 
 
 def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
@@ -88,7 +91,8 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     if problem.ranks == 1 or problem.m * problem.n == 0:
         return found
     if is_staged(problem, machine, lane):
-        bands = min(_ROW_CUTS, -(-problem.m // LIBRARY_TILE[0]))
+        together = problem.ranks if problem.operator != "matmul_all_reduce" else 1  # rows of each are a matmul
+        bands = max(1, min(_ROW_CUTS, problem.m // (LIBRARY_TILE[0] * together)))
         for name, grain, count in (("serial, planned", "serial", _ROW_CUTS), ("chunks, planned", "chunked", bands)):
             cuts = sorted({problem.m * one // count for one in range(count + 1)})
             found[name] = _climbed(problem, machine, Plan(grain, lane, ((0, problem.m),)), cuts)
@@ -160,10 +164,14 @@ def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
 # -- parcels -----------------------------------------------------------------------------------------------------------
 
 
-def wave_cuts(problem: Problem, plan: Plan) -> list[int]:
-    """Where parcels may end: where a wave ends; with natural layout, after the bands complete by then. `MOST_CUTS`."""
+def wave_cuts(problem: Problem, plan: Plan, even: bool = False) -> list[int]:
+    """Where parcels may end: where a wave ends; with natural layout, after the bands complete by then. `MOST_CUTS`.
+
+    `even`: only where the parcels before hold as many bands of every rank.
+    """
     grid, workers = problem.grid(plan), workers_of(problem, plan)
     unit = grid.columns if plan.layout == "natural" else 1
+    unit *= _bands_in_turn(problem, plan) if even else 1
     ends = [wave * workers // unit * unit for wave in range(grid.waves(workers))]
     cuts = sorted({0, grid.tiles, *ends})
     if len(cuts) <= MOST_CUTS + 1:
@@ -171,9 +179,24 @@ def wave_cuts(problem: Problem, plan: Plan) -> list[int]:
     return sorted({cuts[index * (len(cuts) - 1) // MOST_CUTS] for index in range(MOST_CUTS + 1)})
 
 
+def is_even(problem: Problem, plan: Plan) -> bool:
+    """Whether every parcel holds as many bands of every rank: then all sum as much, and one copy brings all pieces."""
+    if plan.grain != "signaled" or plan.layout != "natural" or plan.tile is None:
+        return True
+    unit = problem.grid(plan).columns * _bands_in_turn(problem, plan)
+    return all(stop % unit == 0 for _, stop in plan.parcels)
+
+
+def _bands_in_turn(problem: Problem, plan: Plan) -> int:
+    """After how many bands every rank has had one: 1 where it does not matter, or never comes out even."""
+    bands = set(problem.grid(plan).band_counts)
+    in_turn = plan.layout == "natural" and plan.order in ("interleaved", "proportional")
+    return problem.ranks if in_turn and len(bands) == 1 else 1
+
+
 def best_parcels(problem: Problem, machine: Machine, plan: Plan) -> Parcels:
     """The parcels of `plan`'s tile, layout, lane and share that are predicted to end first."""
-    cuts = np.array(wave_cuts(problem, plan), dtype=np.int64)
+    cuts = np.array(wave_cuts(problem, plan, is_staged(problem, machine, plan.lane)), dtype=np.int64)
     if len(cuts) < 2:
         return ((0, int(cuts[-1])),)
     assert plan.tile is not None  # wave_cuts would have refused
@@ -205,20 +228,10 @@ def _climbed(problem: Problem, machine: Machine, plan: Plan, cuts: Sequence[int]
 
     Over copy engines several parcels are under way at once, and no state at a cut says what is best to have.
     """
-    assert machine.engines is not None
-    engines, slow = machine.engines, 0.0  # what is serial is ready at once
-    if plan.grain != "serial":
-        engines, slow = beside_matmul(problem, plan, machine)
-    piece = problem.result_bytes / cuts[-1] / problem.ranks
+    call = Staging(problem, plan, machine)
 
     def end(chosen: climb.Cuts) -> float:
-        ends = [0, *(cuts[one] for one in chosen)]
-        ready = [slow * one for one in itertools.accumulate(matmul_times(problem, plan, machine, ends))]
-        pieces = [piece * (stop - start) for start, stop in itertools.pairwise(ends)]
-        shared = machine.shares_device
-        return max(
-            ready[-1], staged.last_arrival(engines, problem.operator, problem.ranks, shared, pieces, ready, ready[-1])
-        )
+        return call.end([0, *(cuts[one] for one in chosen)])
 
     return _cut(plan, [cuts[one] for one in climb.best(len(cuts) - 1, end)])
 
@@ -383,14 +396,22 @@ def _tile(problem: Problem) -> tuple[int, int]:
 
 
 def _best_frame(problem: Problem, machine: Machine, lane: str) -> Plan:
-    """The layout and share whose best equal parcels are predicted to end first."""
+    """The layout and share whose best equal parcels are predicted to end first.
+
+    Over copy engines the usual ones, parcels as rows lie and fewest SMs aside, unless others are clearly faster: they
+    have costs that no equation here has (a full GPU, tiles that are packed).
+    """
+    usual: Plan | None = None
+    if is_staged(problem, machine, lane):
+        aside = [one for one in frames(problem, lane) if one.layout == "natural" and one.share.multiprocessors]
+        usual = next(iter(aside), None)
 
     def end(frame: Plan) -> float:
         cuts = wave_cuts(problem, frame)
         lengths = sorted({1, 2, 4, 8, max(1, len(cuts) // 2), len(cuts) - 1})
         return min(
             predict(problem, _cut(frame, [*cuts[length:-1:length], cuts[-1]]), machine).total for length in lengths
-        )
+        ) * (1 if usual in (None, frame) else 1 + _CLEARLY)
 
     return min(frames(problem, lane), key=end)
 

@@ -1,11 +1,12 @@
 """Which plan runs: the best few are measured beside serial, and one is chosen only if it was faster.
 
-    1. a short list, the same on all ranks: the serial plans predicted fastest, then the best of each grain and lane,
-       then the second of each, since neighbours in the ranking are near copies of each other
-    2. rounds: every plan of the list once, in turn, so that drift meets all of them; those that were clearly slower
-       each of at least three times leave the list
-    3. the smallest median is chosen, if it beats serial by more than `TIE` (by `DOUBTFUL` where there was time for few
-       measurements only); else serial is
+    1. a short list, the same on all ranks: the serial plan predicted fastest, the best of each grain and lane, then
+       the second of each, of clearly more or fewer parcels, since neighbours in the ranking are near copies of each
+       other; the best serial plan over another lane
+    2. rounds: every plan of the list once, in turn, so that drift meets all of them, and after the first round the
+       fastest first: what time is left is theirs; those that were clearly slower each of at least three times leave
+    3. the smallest median is chosen, if it beats serial by more than `TIE` (by more where there was time for one or two
+       measurements only: `DOUBTFUL`); else serial is
 
 Time is counted by what was measured, so every rank, being told the same seconds, takes the same path: no clock decides.
 """
@@ -15,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 BUDGET_SECONDS = 0.2
 TIE = 0.01
 """A plan that is faster than serial by no more than this is as fast as serial."""
-FEW, DOUBTFUL = 3, 0.1
-"""Of fewer measurements than this, one may be chance: then a plan must be faster than serial by so much."""
+DOUBTFUL = (0.03, 0.02)
+"""Of one measurement of each, or two, some may be chance: then a plan must be faster than serial by so much."""
 MOST_ROUNDS = 9
 _MOST = 6
 _SERIALS = 2
 _ALIKE = 2
+_OTHER = 1.3  # times as many parcels: another plan
 _HOPELESS = 1.25
 
 Measure = Callable[[Plan], float]
@@ -98,19 +99,23 @@ def tune(
 
 def short_list(candidates: Sequence[Plan]) -> list[Plan]:
     """What is worth measuring: serial first, then the best of each kind."""
-    serial = [plan for plan in candidates if _is_serial(plan)][:_SERIALS]
+    lanes = {plan.name: plan for plan in reversed(candidates) if _is_serial(plan)}  # the best of each
+    serial = [plan for plan in candidates if plan in lanes.values()][:_SERIALS]
     if not serial:
         raise InvalidArgument(argument="candidates", was=f"{len(candidates)} plans", must="plans with a serial one")
-    others: list[tuple[int, Plan]] = []
-    alike: Counter[tuple[str, str, bool]] = Counter()
+    alike: dict[tuple[str, str, bool], list[Plan]] = {}
     for plan in candidates:
-        if not _is_serial(plan):
-            kind = plan.name, plan.order, at_once(plan)  # fused gathers are of several kinds
-            alike[kind] += 1
-            others.append((alike[kind], plan))
-    others = [one for one in others if one[0] <= _ALIKE]
-    others.sort(key=lambda one: one[0])  # stable: the best of each kind, then the second of each
-    return serial + [plan for _, plan in others[:_MOST]]
+        kind = alike.setdefault((plan.name, plan.order, at_once(plan)), [])  # fused gathers are of several kinds
+        if not _is_serial(plan) and len(kind) < _ALIKE and all(_is_other(plan, one) for one in kind):
+            kind.append(plan)
+    others = [kind[at] for at in range(_ALIKE) for kind in alike.values() if at < len(kind)]
+    return [*serial[:1], *others[:_MOST], *serial[1:]]
+
+
+def _is_other(plan: Plan, one: Plan) -> bool:
+    """Whether they differ by more than their parcels' edges. Of fused plans every one does."""
+    fewer, more = sorted((len(plan.parcels), len(one.parcels)))
+    return plan.grain == "fused" or more >= _OTHER * fewer
 
 
 def choose(trials: Sequence[Trial]) -> tuple[Plan, str]:
@@ -123,7 +128,7 @@ def choose(trials: Sequence[Trial]) -> tuple[Plan, str]:
     if best.median is None:
         return serial.plan, f"A serial call takes {_time(serial)}: no time was left to measure others, so serial runs."
     counted = min(len(best.measured), len(serial.measured))
-    if _median(best) < _median(serial) * (1 - (TIE if counted >= FEW else DOUBTFUL)):
+    if _median(best) < _median(serial) * (1 - ([*DOUBTFUL, TIE][min(counted, len(DOUBTFUL) + 1) - 1])):
         gain = _median(serial) / _median(best)
         how = f"{gain:.2f} times as fast" if math.isfinite(gain) else "which cannot run"
         return (
@@ -145,6 +150,8 @@ def _rounds(
     running = list(range(len(plans)))
     spent = 0.0
     for number in range(MOST_ROUNDS):
+        if number:
+            running.sort(key=lambda index: statistics.median(times[index]))  # stable, and the same on all ranks
         for index in running:
             guess = statistics.median(times[index]) if times[index] else _shortest(times)
             calls = 2 if warm is not None and not times[index] else 1

@@ -8,16 +8,23 @@ where rate(c) are the operations per second that the machine's matmul reaches on
 pays whatever k is (first loads, epilogue, release), `efficiency` the tile kernel's speed as a share of the matmul that
 was measured. `fit` finds both from times of whole kernels: seconds = waves · tile_seconds is linear in overhead and
 1 / efficiency.
+
+Long matmuls are slower than that says: caches hold less of their operands, and the GPU's power is limited. So `tiles`
+and `library` are small curves over k of what was measured divided by what these equations say, for the tile kernel and
+for the library's matmul, and `rows` one over the rows of a library's matmul, which has kernels of its own for few.
+Without them it is 1 everywhere.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import InvalidArgument
+from .tables import Points
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +32,10 @@ class Work:
     """`signal`: seconds from a complete parcel to the start of its call, None for the machine's stream_seconds.
 
     `skew`: how much later than this rank the slowest is ready, seconds. `copy_speed`: bytes of result per second that
-    an unpack kernel moves, None for a guess by the kind of device (`predict.copy_speed`).
+    an unpack kernel moves, None for a guess by the kind of device (`matmuls.copy_speed`). `read_speed`: bytes of
+    operands per second that matmuls of few rows read, None for twice the copy's. `stagger`: where matmuls of ranks
+    that share a GPU run one after the other, how much sooner the first rank's is over than the last one's, as a part of
+    the time of all.
     """
 
     overhead: float = 0.0
@@ -33,6 +43,31 @@ class Work:
     signal: float | None = None
     skew: float = 0.0
     copy_speed: float | None = None
+    read_speed: float | None = None
+    stagger: float = 0.0
+    tiles: Points = ()
+    library: Points = ()
+    rows: Points = ()
+
+    def tile_factor(self, k: int) -> float:
+        """How many times longer a tile over k takes than the equation says."""
+        return at(self.tiles, k)
+
+    def library_factor(self, k: int) -> float:
+        """The same of a library's matmul."""
+        return at(self.library, k)
+
+    def rows_factor(self, rows: int) -> float:
+        """And of a library's matmul of so many rows, besides."""
+        return at(self.rows, rows)
+
+
+def at(curve: Points, k: int) -> float:
+    """The factor at k: by the logarithm of k between two points, beyond them that of the nearest; of no points 1."""
+    if not curve:
+        return 1.0
+    where = [math.log(point) for point, _ in curve]
+    return float(np.interp(math.log(max(1, k)), where, [factor for _, factor in curve]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +77,10 @@ class KernelSample:
     waves: int
     ideal_tile_seconds: float
     seconds: float
+
+    def said(self, overhead: float, efficiency: float) -> float:
+        """What the equation says that it takes."""
+        return self.waves * (overhead + self.ideal_tile_seconds / efficiency)
 
 
 def fit(samples: Sequence[KernelSample]) -> tuple[float, float]:

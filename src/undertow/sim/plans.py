@@ -1,8 +1,9 @@
 """A plan, run: the waves of its matmul, its parcels, signals and transfers, on one rank that stands for all.
 
 What each part takes alone is what the predictor says (`plan.predict`), so there is one model; what happens when, tile
-by tile and with both sides slowing each other, is found by running it. The order of tiles is the kernel's own
-(`plan.tiles.launch_order`), so tails, uneven shards and parcels that end inside a wave count as they are.
+by tile and with both sides slowing each other, is found by running it (over copy engines: `staged_plans`). The order of
+tiles is the kernel's own (`plan.tiles.launch_order`), so tails, uneven shards and parcels that end inside a wave count
+as they are.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from collections.abc import Callable
 import numpy as np
 
 from ..plan import fused as forms
-from ..plan import predict
+from ..plan import matmuls, predict
 from ..plan.machine import Machine
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 from ..plan.tiles import chunks, launch_order
+from .staged_plans import StagedCall
 from .tasks import COMPUTE, Outcome, Task, Tasks
 
 Moving = Callable[[float], tuple[float, float]]
@@ -35,6 +37,8 @@ def simulate_plan(problem: Problem, plan: Plan, machine: Machine, moving: Moving
         call.fused()
     elif problem.operator == "all_gather_matmul":
         call.gather()
+    elif moving is None and predict.is_staged(problem, machine, plan.lane):
+        StagedCall(problem, plan, machine, call.tasks, call.workers).run(call.waves)
     else:
         call.produce()
     return call.tasks.run()
@@ -45,7 +49,7 @@ class _Call:
 
     def __init__(self, problem: Problem, plan: Plan, machine: Machine, moving: Moving) -> None:
         self.problem, self.plan, self.machine, self.moving = problem, plan, machine, moving
-        self.workers = predict.workers_of(problem, plan)
+        self.workers = matmuls.workers_of(problem, plan)
         self.tasks = Tasks(machine.slowdowns)
         self.signal = predict.signal_seconds(plan, machine)
 
@@ -61,7 +65,7 @@ class _Call:
                 made = self._matmul(rows, number)
                 sent.append(self._send(number, rows * self.problem.n * self.problem.item_size, made))
         else:
-            for number, (elements, made) in enumerate(self._waves()):
+            for number, (elements, made) in enumerate(self.waves()):
                 if elements:
                     sent.append(self._send(number, elements * self.problem.item_size, made))
         if plan.grain == "signaled" and plan.layout == "packed":
@@ -78,7 +82,7 @@ class _Call:
         gathers = problem.operator == "all_gather_matmul"
         tiles = sum(-(-rows // plan.tile[0]) for rows in problem.shards) * -(-problem.n // plan.tile[1])
         waves = -(-tiles // self.workers)
-        one = predict.tile_seconds(problem, machine, plan.tile, self.workers)
+        one = matmuls.tile_seconds(problem, machine, plan.tile, self.workers)
         moves = self.moving(problem.m * (problem.k if gathers else problem.n) * problem.item_size)
         at_once = forms.form(problem, plan) in forms.OF_FEW_ROWS or machine.device == "cpu"
         steps = max(1, problem.ranks - 1)
@@ -130,7 +134,7 @@ class _Call:
             -1 if own[number] else self._send(number, float(rows) * width * scale, -1, signals=False)
             for number, rows in enumerate(rows_of)
         ]
-        one = predict.tile_seconds(problem, self.machine, plan.tile, self.workers)
+        one = matmuls.tile_seconds(problem, self.machine, plan.tile, self.workers)
         for start in range(0, len(order.parcel), self.workers):
             wave = order.parcel[start : start + self.workers]
             waits = tuple({came[int(parcel)] for parcel in wave if came[int(parcel)] >= 0})
@@ -140,13 +144,13 @@ class _Call:
     def _rows(self) -> list[int]:
         return [sum(rows for _, rows in part) for part in chunks(self.problem.shards, self.plan)]
 
-    def _waves(self) -> list[tuple[int, int]]:
+    def waves(self) -> list[tuple[int, int]]:
         """Of each parcel: its elements, and the wave after which it is complete; waves become tasks on the way."""
         problem, plan = self.problem, self.plan
         assert plan.tile is not None
         grid = problem.grid(plan)
         order = launch_order(grid, plan, 0)
-        one = predict.tile_seconds(problem, self.machine, plan.tile, self.workers)
+        one = matmuls.tile_seconds(problem, self.machine, plan.tile, self.workers)
         made: list[int] = []
         for start in range(0, len(order.parcel), self.workers):
             launch = self.machine.launch_seconds if start == 0 else 0.0
@@ -161,7 +165,7 @@ class _Call:
         ]
 
     def _matmul(self, rows: int, number: int, after: tuple[int, ...] = ()) -> int:
-        seconds = predict.matmul_seconds(self.problem, self.machine, self.workers, rows)
+        seconds = matmuls.matmul_seconds(self.problem, self.machine, self.workers, rows)
         return self._compute(f"matmul {number}", seconds, after, self.signal if after else 0.0)
 
     def _compute(self, name: str, seconds: float, after: tuple[int, ...], delay: float = 0.0) -> int:
