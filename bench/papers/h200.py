@@ -2,11 +2,8 @@
 
     PYTHONPATH=src python bench/papers/h200.py [--overlap FILE --machine FILE]
 
-With --overlap and --machine: a run of gpu_overlap beside the machine file that `undertow profile` (or gpu_pick
---machine) wrote on the same node: matmuls over k, copy engines, hosts, interference. No operator's time is in it.
-
-Without: older runs, of which no such file is kept. Their machine is made of parts that were measured alone: the dma
-lane of gpu_fabric (one size), and the matmul of one shape of gpu_overlap.
+A run of gpu_overlap beside a machine file that `undertow profile` (or gpu_pick --machine) wrote on a node of the same
+kind: matmuls over k, copy engines, hosts, interference. No result of an overlapped call is in it.
 """
 
 from __future__ import annotations
@@ -22,34 +19,16 @@ from typing import Any
 from side_by_side import Figure, print_figures
 
 from undertow.plan.defaults import default_plan
-from undertow.plan.machine import GemmCurve, LaneCurve, Machine
+from undertow.plan.machine import Machine
 from undertow.plan.plan import Plan, split
 from undertow.plan.problem import Problem
 from undertow.sim.plans import simulate_plan
 
 RESULTS = Path(__file__).parents[1] / "results"
-RUNS = {"early, large shapes": "_early_2026-11-15.json", "latest, 54 shapes": "_2026-11-15.json"}
-"""Pairs of files of gpu_fabric and gpu_overlap that were measured with the same code."""
-RANKS, SMS, N = 4, 32, 8192
+OVERLAP, MACHINE = RESULTS / "gpu_overlap_2026-11-16.json", RESULTS / "machine_h200_virtual_node_2026-11-16.toml"
+RANKS, N = 4, 8192
 SHAPES = {f"{count} equal parcels": [1.0] * count for count in (4, 8, 12, 16)}
 SHAPES |= {"8 growing": [1 + 0.5 * one for one in range(8)], "8 shrinking": [1 + 0.5 * (7 - one) for one in range(8)]}
-
-
-MISSING = (
-    "What is missing: the lane at the sizes of parcels, several of them under way, the cost of summing what arrives;"
-    " all are in what `undertow profile` writes, and no such file of this machine is kept. And every call of these runs"
-    " ended with reads of host memory, 1 ms for the four ranks together."
-)
-
-
-def machine(fabric: dict[str, Any], gemm_seconds: float, m: int, k: int) -> Machine:
-    speed = fabric["ranks"][str(RANKS)]["dma"]["GB/s per rank each way"] * 1e9
-    points = tuple((size, size / speed) for size in (1 << 20, fabric["bytes"]))
-    return Machine(
-        name="virtual node of 4 on one H200", device="cuda", ranks=RANKS, shares_device=True, launch_seconds=3e-6,
-        stream_seconds=8e-6, gemm=GemmCurve("SMs", (m, N, k), "bfloat16", ((SMS, gemm_seconds),)),
-        lanes={"dma": LaneCurve("dma", "pinned host memory", False, points, 1.0, 1.0)},
-    )  # fmt: skip
 
 
 def parcels(weights: list[float], bands: int, columns: int) -> tuple[tuple[int, int], ...]:
@@ -73,14 +52,6 @@ def plans(problem: Problem) -> dict[str, Plan]:
         cuts = parcels(weights, sum(grid.band_counts), grid.columns)
         found[name] = replace(base, parcels=cuts, layout="natural")
     return found
-
-
-def old_run(run: str) -> tuple[Machine, dict[str, Any]]:
-    fabric, overlap = (
-        json.loads((RESULTS / f"{name}{RUNS[run]}").read_text()) for name in ("gpu_fabric", "gpu_overlap")
-    )
-    first = overlap["shapes"][0]
-    return machine(fabric, first["median"]["gemm"], first["m"], first["k"]), overlap
 
 
 def compare(
@@ -115,34 +86,21 @@ def compare(
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--overlap", type=Path, help="what gpu_overlap --out wrote")
-    parser.add_argument("--machine", type=Path, help="the machine file of the same node")
+    parser.add_argument("--overlap", type=Path, default=OVERLAP, help="what gpu_overlap --out wrote")
+    parser.add_argument("--machine", type=Path, default=MACHINE, help="the machine file of such a node")
     options = parser.parse_args()
-    if (options.overlap is None) != (options.machine is None):
-        parser.error("--overlap and --machine go together")
-    runs = {run: old_run(run) for run in RUNS}
-    if options.overlap is not None:
-        runs = {"profiled": (Machine.load(options.machine), json.loads(options.overlap.read_text()))}
-    for run, (node, overlap) in runs.items():
-        lines, misses, right = compare(node, overlap)
-        every, pairs = list(itertools.chain(*misses.values())), list(itertools.chain(*right.values()))
-        told = [
-            f"All: mean error {statistics.mean(map(abs, every)):.1%}; of pairs more than 5% apart,"
-            f" {sum(pairs) / len(pairs):.0%} in the right order.",
-        ]
-        told += [
-            f"{kind}: mean error {statistics.mean(map(abs, misses[kind])):.1%}; of pairs more than 5% apart,"
-            f" {sum(right[kind]) / len(right[kind]):.0%} in the right order. The goal is 10% and 90%."
-            for kind in misses
-        ]
-        print_figures(
-            f"Operators on a virtual node of 4 ranks, lane dma: measured ({run}) and simulated",
-            lines,
-            [
-                *told,
-                *([MISSING] if node.engines is None else []),
-            ],
-        )
+    lines, misses, right = compare(Machine.load(options.machine), json.loads(options.overlap.read_text()))
+    every, pairs = list(itertools.chain(*misses.values())), list(itertools.chain(*right.values()))
+    told = [
+        f"All: mean error {statistics.mean(map(abs, every)):.1%}; of pairs more than 5% apart,"
+        f" {sum(pairs) / len(pairs):.0%} in the right order.",
+    ]
+    told += [
+        f"{kind}: mean error {statistics.mean(map(abs, misses[kind])):.1%}; of pairs more than 5% apart,"
+        f" {sum(right[kind]) / len(right[kind]):.0%} in the right order. The goal is 10% and 90%."
+        for kind in misses
+    ]
+    print_figures("Operators on a virtual node of 4 ranks, lane dma: measured and simulated", lines, told)
 
 
 if __name__ == "__main__":

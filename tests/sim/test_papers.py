@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import h200
 import msccl
 
 from undertow.collective import LIBRARY
+from undertow.plan.machine import Machine
 from undertow.sim.cluster import Cluster
 
 
@@ -35,7 +37,10 @@ def test_fused_layers_hide_most_of_their_communication() -> None:
     assert 0.8 < overlap < 1.0
 
 
-def test_serial_and_chunks_on_the_h200_within_ten_percent() -> None:
-    _, errors, orders = h200.compare(*h200.old_run("early, large shapes"))
-    assert sum(map(abs, errors["unsignaled"])) / len(errors["unsignaled"]) < 0.1
-    assert all(orders["unsignaled"])
+def test_operators_on_the_h200_within_ten_percent() -> None:
+    """From a profile of the same kind of node, in which no overlapped call was measured."""
+    overlap = json.loads(h200.OVERLAP.read_text())
+    _, errors, orders = h200.compare(Machine.load(h200.MACHINE), overlap)
+    for kind in ("signaled", "unsignaled"):
+        assert sum(map(abs, errors[kind])) / len(errors[kind]) < 0.1
+        assert sum(orders[kind]) > 0.85 * len(orders[kind])

@@ -30,10 +30,11 @@ parcel i are done, d the seconds of a job, and f the moment when the stage's eng
 
     start = max(f, first + hop)      F = start + d      f = start + S d      L_i = max(f, last + hop + d, L_(i-1) + d)
 
-Of the stages that want an engine, the one that can start first has it. Parcels of no bytes pass at once. Besides,
-nothing of parcel i starts before the host has enqueued it, which takes so many seconds for each parcel before it
-(`enqueues`, by operator, or `enqueue` for each copy's stage). A call begins `call` seconds before all this, for the
-host, and is over `end` seconds after it. Where the host runs ahead, `call` and enqueueing cost nothing (`ahead`).
+Of the stages that want an engine, the one that can start first has it. Parcels of no bytes pass at once, and cost the
+host nothing. Besides, nothing of parcel i starts before the host has enqueued it, which takes so many seconds for each
+parcel before it (`enqueues`, by operator, or `enqueue` for each copy's stage). A call begins `call` seconds before all
+this, for the host, and is over `end` seconds after it. Where the host runs ahead, `call` and enqueueing cost nothing
+(`ahead`).
 
 `fit` finds the engines' constants from measured runs of bare communication, each a `Sample`: speeds, pauses and `hop`
 with which the equations are right, in proportion, as nearly as can be.
@@ -121,7 +122,9 @@ def places(ranks: int) -> int:
 
 
 class Part(NamedTuple):
-    """At most a chunk of each piece of a parcel. `before`: the part that had its place, -1 for none."""
+    """At most a chunk of each piece of a parcel. `before`: the part that had its place, -1 for none. `full`: how many
+    parcels before it hold any bytes.
+    """
 
     piece: float
     summed: float
@@ -129,6 +132,7 @@ class Part(NamedTuple):
     early: float
     parcel: int
     before: int
+    full: int
 
 
 def parts(
@@ -142,13 +146,15 @@ def parts(
     """All parcels in parts, in their order; `slots`: the places between two ranks."""
     found: list[Part] = []
     users: dict[int, int] = {}
+    full = 0
     for number, piece in enumerate(pieces):
         for part in range(math.ceil(piece / chunk)):
             place = (number % 2 * (slots // 2) + part) % slots
             held = min(float(chunk), piece - part * chunk)
             summed = held * largest[number] / piece
-            found.append(Part(held, summed, ready[number], early[number], number, users.get(place, -1)))
+            found.append(Part(held, summed, ready[number], early[number], number, users.get(place, -1), full))
             users[place] = len(found) - 1
+        full += piece > 0
     return found
 
 
@@ -190,9 +196,9 @@ def last_arrival(
     def may_start(stage: str, at: int) -> tuple[float, float] | None:
         """When the stage's first and last job of part `at` can start; None: what they wait for is not known yet."""
         part = steps[at]
-        enqueued = host * (part.parcel + 1)
+        enqueued = host * (part.full + 1)
         if stage == "out":
-            enqueued = host * part.parcel
+            enqueued = host * part.full
             early, late = max(part.early, enqueued), max(part.ready, enqueued)
         elif stage in ("in", "gather"):
             before = "out" if stage == "in" else "share"

@@ -44,7 +44,8 @@ class StagedCall:
         self.tasks.add(Task("begin", (0,), COMPUTE, 0.0, (begun,)))  # what is computed follows it
         each = engines.parcel_seconds(problem.operator)
         # `enqueued[i]`: the host has done with the parcels before i
-        enqueued = [begun, *(self._host(f"enqueue {i}", each, ()) for i in range(len(plan.parcels)))]
+        hosts = [each if piece > 0 else 0.0 for piece in self.pieces]
+        enqueued = [begun, *(self._host(f"enqueue {i}", seconds, ()) for i, seconds in enumerate(hosts))]
         if plan.grain == "signaled":
             ready = [[made] * len(self.ranks) for _, made in waves()]
         elif plan.grain == "chunked":
