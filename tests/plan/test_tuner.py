@@ -190,3 +190,11 @@ def test_one_measurement_is_less_sure_than_three() -> None:
     for count, gain, plan in ((1, 0.025, SERIAL), (1, 0.035, TILES), (2, 0.015, SERIAL), (2, 0.025, TILES)):
         assert choose(trials(count, gain))[0] == plan
     assert choose(trials(3, 0.015))[0] == choose(trials(9, 0.015))[0] == TILES
+
+
+def test_what_a_measurement_costs_beside_counts_against_the_budget() -> None:
+    times = dict.fromkeys(ALL, 1e-3)
+    plain, costly = (run(times, budget_seconds=0.0205, beside=beside) for beside in (0.0, 3e-3))
+    counts = [sum(len(trial.measured) for trial in found.trials) for found in (plain, costly)]
+    assert counts[0] == 20
+    assert counts[1] == 5

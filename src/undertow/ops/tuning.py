@@ -35,7 +35,7 @@ from ..plan.search import ranked
 from ..plan.tuner import BUDGET_SECONDS, Decision, Trial
 from .explain import Candidate, Choice
 from .fused import unwanted
-from .machine import available, identity, machine_of, seconds_of
+from .machine import HEAD_START, available, identity, machine_of, seconds_of
 
 if TYPE_CHECKING:
     from ..fabric.group import Group
@@ -279,6 +279,7 @@ def _tried(request: Request, problem: Problem, machine: Machine, plans: list[Pla
         predicted=lambda plan: _predicted(problem, plan, machine),
         budget_seconds=max(0.0, budget_seconds - spent - _OVERHEAD_SECONDS),
         warm=timer.warm,
+        beside=HEAD_START if group.device.type == "cuda" else 0.0,
     )
     found = tuple(_candidate(problem, trial, trial.plan == decision.plan) for trial in decision.trials)
     return Choice(decision.plan, " ".join([decision.reason, *timer.left_out()]), found, gemm, decision)

@@ -82,16 +82,18 @@ def tune(
     budget_seconds: float = BUDGET_SECONDS,
     calls: int = 1,
     warm: Callable[[Plan], None] | None = None,
+    beside: float = 0.0,
 ) -> Decision:
     """Measure serial and the best few of `candidates`, which stand in the order of their prediction, and choose.
 
-    `calls`: how many calls one `measure` makes; each counts against the budget. `warm` runs a plan once before it is
+    `calls`: how many calls one `measure` makes; each counts against the budget, and so do the seconds `beside` each
+    that it does not tell of. `warm` runs a plan once before it is
     first measured, and counts as one more of its calls: what is done only once (compiling, opening a lane) is no
     reason to leave others unmeasured.
     """
     plans = _agreed_list(problem, candidates, agree)
     guesses = [predicted(plan) if predicted is not None else None for plan in plans]
-    times = _rounds(plans, measure, warm, budget_seconds / calls)
+    times = _rounds(plans, measure, warm, budget_seconds / calls, beside)
     trials = tuple(Trial(plan, guess, tuple(taken)) for plan, guess, taken in zip(plans, guesses, times, strict=True))
     chosen, reason = choose(trials)
     return Decision(Plan.from_json(agree(chosen.to_json())), trials, reason)
@@ -143,7 +145,7 @@ def choose(trials: Sequence[Trial]) -> tuple[Plan, str]:
 
 
 def _rounds(
-    plans: Sequence[Plan], measure: Measure, warm: Callable[[Plan], None] | None, budget_seconds: float
+    plans: Sequence[Plan], measure: Measure, warm: Callable[[Plan], None] | None, budget_seconds: float, beside: float
 ) -> list[list[float]]:
     """The measurements of each plan. Whatever would not fit into the budget is not begun."""
     times: list[list[float]] = [[] for _ in plans]
@@ -155,13 +157,14 @@ def _rounds(
         for index in running:
             guess = statistics.median(times[index]) if times[index] else _shortest(times)
             calls = 2 if warm is not None and not times[index] else 1
-            if (number or index) and not spent + calls * guess <= budget_seconds:  # serial, the first, always runs
+            fits = spent + calls * guess + beside <= budget_seconds
+            if (number or index) and not fits:  # serial, the first, always runs
                 return times
             if warm is not None and not times[index]:
                 warm(plans[index])
             seconds = float(measure(plans[index]))
             times[index].append(seconds if seconds >= 0 else math.inf)  # not a number: it did not run
-            spent += calls * seconds if math.isfinite(seconds) else 0.0
+            spent += calls * seconds + beside if math.isfinite(seconds) else 0.0
         limit = _HOPELESS * min(min(taken) for taken in times) if number >= 2 else math.inf  # twice may be chance
         running = [
             index
