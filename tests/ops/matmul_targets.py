@@ -215,14 +215,19 @@ def odd_but_right(name: str) -> bool:
 def serial_by_collectives(seed: int, part: float) -> int:
     """What `serial:peer` does on a GPU, here: cases of it that were right, then gradients of it and of fused calls."""
     import gradient_targets
+    import norm_targets
 
     from undertow.ops import whole
 
     group = ut.init()
     whole.DEVICES.append("cpu")
     found = [one for one in suite.cases(seed, part) if one.strategy == "serial:peer"]
-    for case in found:
-        suite.verify(group, case)
-    gradient_targets.exact(part / 4, seed)
+    for least in (whole.LARGE["bytes"], 1):  # staged, then through symmetric memory
+        whole.LARGE["bytes"] = least
+        for number, case in enumerate(found):
+            suite.verify(group, case)
+            if number % 4 == 0 and case.operator in ("matmul_all_reduce", "matmul_reduce_scatter"):
+                norm_targets.verify(group, case, norm_targets.KINDS[number // 4 % len(norm_targets.KINDS)], False)
+        gradient_targets.exact(part / 6, seed)
     assert any(hasattr(one, "schedule") for one in group.fabric.kept.values()), "no collective ran"
     return len(found)

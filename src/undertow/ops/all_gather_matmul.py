@@ -42,7 +42,7 @@ from .operands import check_factors, dtype_name, output
 from .overlap import give_up, half_way, join
 from .produce import product_of
 from .product import Product
-from .whole import mover, moves_whole
+from .whole import exchange, moves_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -144,21 +144,23 @@ def _run(
         run_fused(x, w, y, problem, plan, finish, fabric, lane, arriving=arriving)
         return
     rank, size, k = fabric.group.rank, fabric.group.size, problem.k
-    firsts = [sum(problem.shards[:source]) for source in range(size)]
-    gathered = x.new_empty(problem.m, k)
-    gathered[firsts[rank] : firsts[rank] + x.shape[0]] = x
-    shard = gathered[firsts[rank] : firsts[rank] + x.shape[0]]
     if moves_whole(plan, fabric, lane):
         spans = [rows * k for rows in problem.shards]
-        move = mover(fabric, "all_gather", x.dtype, spans, ctas=plan.share.communication_ctas)
+        rows = exchange(fabric, "all_gather", x, spans, plan.share.communication_ctas)
+        gathered = rows.taken.view(problem.m, k)
         product = product_of(fabric, problem, plan, gathered, w, y.view(-1), None if finish.nothing else finish)
+        rows.given.view(x.shape).copy_(x)
         with half_way(fabric.group):
-            move(shard.view(-1), gathered.view(-1))
+            rows.move()
             product.start()
             if arriving is not None:
                 arriving.begin(gathered)
                 arriving.add([(0, problem.m)])
         return
+    firsts = [sum(problem.shards[:source]) for source in range(size)]
+    gathered = x.new_empty(problem.m, k)
+    gathered[firsts[rank] : firsts[rank] + x.shape[0]] = x
+    shard = gathered[firsts[rank] : firsts[rank] + x.shape[0]]
     comes, goes, longest = _movements(problem, plan, rank, size)
     carrier = Carrier(fabric, lane, x, k * longest)
     product = product_of(fabric, problem, plan, gathered, w, y.view(-1), None if finish.nothing else finish)

@@ -102,6 +102,15 @@ class Finish:
         elif not self.nothing:
             self.sum(y.view(-1), [y.view(-1)])
 
+    def take(self, y: torch.Tensor, result: torch.Tensor) -> None:
+        """y [M, N] = the flat `result`, finished."""
+        if self.after is not None:
+            self.after.finish(y, result, None, None, self.bias, self.activation)
+        elif self.nothing:
+            y.view(-1).copy_(result)
+        else:
+            self.sum(y.view(-1), [result])
+
 
 def check_finish(
     bias: torch.Tensor | None, activation: str, columns: int, like: torch.Tensor, experts: int | None = None

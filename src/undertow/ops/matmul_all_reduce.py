@@ -41,12 +41,12 @@ from .fused import run as run_fused
 from .library import matmul_all_reduce as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
-from .overlap import overlap
+from .overlap import multiply_and_move, overlap
 from .produce import placed, product_of
 from .product import NoProduct
 from .program import ProgramCall
 from .program import run as run_program
-from .whole import mover, moves_whole, multiply_and_move
+from .whole import bringer, exchange, moves_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -149,11 +149,15 @@ def run(
         run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
         return
     if moves_whole(plan, fabric, lane):
-        flat = y.view(-1)
-        move = mover(fabric, "all_reduce", y.dtype, [y.numel()], True, plan.share.communication_ctas)
-        product = product_of(fabric, problem, plan, x, w, flat, None) if compute else NoProduct()
-        multiply_and_move(fabric, product, lambda: move(flat, flat), beside)
-        finish.apply(y)
+        sums, bring = (
+            exchange(fabric, "all_reduce", y, [y.numel()], plan.share.communication_ctas),
+            bringer(fabric, beside),
+        )
+        entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
+        if not finish.nothing:
+            finish.load(y, 1)
+        multiply_and_move(fabric, entire, sums.move, beside, bring)
+        finish.take(y, sums.taken)
         return
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"

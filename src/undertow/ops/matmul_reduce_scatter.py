@@ -35,12 +35,12 @@ from .fused import run as run_fused
 from .library import matmul_reduce_scatter as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
-from .overlap import overlap
+from .overlap import multiply_and_move, overlap
 from .produce import placed, product_of
 from .product import NoProduct
 from .program import ProgramCall
 from .program import run as run_program
-from .whole import mover, moves_whole, multiply_and_move
+from .whole import bringer, exchange, moves_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -162,14 +162,19 @@ def run(
         run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
         return
     rank, n = fabric.group.rank, problem.n
-    buffer = x.new_empty(problem.m * n)
     if moves_whole(plan, fabric, lane):
         spans = [rows * n for rows in problem.shards]
-        move = mover(fabric, "reduce_scatter", y.dtype, spans, ctas=plan.share.communication_ctas)
-        product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
-        multiply_and_move(fabric, product, lambda: move(buffer, y.view(-1)), beside)
-        finish.apply(y)
+        sums, bring = (
+            exchange(fabric, "reduce_scatter", y, spans, plan.share.communication_ctas),
+            bringer(fabric, beside),
+        )
+        entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
+        if not finish.nothing:
+            finish.load(y, 1)
+        multiply_and_move(fabric, entire, sums.move, beside, bring)
+        finish.take(y, sums.taken)
         return
+    buffer = x.new_empty(problem.m * n)
     packed = plan.grain == "signaled" and plan.layout == "packed"
     finishes_parts = not packed and finish.after is None
     first = sum(problem.shards[:rank]) * n

@@ -87,7 +87,9 @@ class After:
         bias: torch.Tensor | None,
         activation: str,
     ) -> None:
-        """`y` [rows, N] from a flat packed `buffer`, with its unpack table and tile, or from the matrix itself."""
+        """`y` [rows, N] from a flat packed `buffer`, with its unpack table and tile, or, without them, from one that
+        holds the rows in their order, such as y itself.
+        """
         if y.numel() == 0:
             return
         if y.device.type == "cuda":
@@ -106,13 +108,14 @@ def _on_cpu(
 ) -> None:
     from .finish import FUNCTIONS
 
+    source = y if table is not None else buffer.view(y.shape)
     if table is not None:
         unpack(y, buffer, np.asarray(table))
     wide = torch.float32 if y.dtype in _HALVES else y.dtype
     step = max(1, _BLOCK_BYTES // (y.shape[1] * wide.itemsize))
     for start in range(0, y.shape[0], step):
         part = y[start : start + step]
-        h = part.to(wide, copy=True)
+        h = source[start : start + step].to(wide, copy=True)
         if bias is not None:
             h += bias
         if activation != "none":

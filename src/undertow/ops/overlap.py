@@ -49,6 +49,18 @@ def overlap(
         _overlap(fabric, lane, plan, product, carry, followers, parcels, beside, carrier)
 
 
+def multiply_and_move(
+    fabric: Fabric, product: Product, move: Callable[[], None], beside: Beside | None, bring: Callable[[], None]
+) -> None:
+    """What `beside` needs and computes, the product, then what moves of it: nothing hides anything."""
+    with half_way(fabric.group):
+        bring()
+        if beside is not None:
+            beside.compute()
+        product.start()
+        move()
+
+
 @contextlib.contextmanager
 def half_way(group: Group) -> Iterator[None]:
     """What fails inside, after bytes may have begun to move, ends the group: peers would wait for the rest of them."""
