@@ -220,10 +220,10 @@ def serial_by_collectives(seed: int, part: float) -> int:
     from undertow.ops import whole
 
     group = ut.init()
-    whole.DEVICES.append("cpu")
+    whole.DEVICES = ("cuda", "cpu")
     found = [one for one in suite.cases(seed, part) if one.strategy == "serial:peer"]
-    for least in (whole.LARGE["bytes"], 1):  # staged, then through symmetric memory
-        whole.LARGE["bytes"] = least
+    for least in (whole.LARGE, 1):  # staged, then through symmetric memory
+        whole.LARGE = least
         for number, case in enumerate(found):
             suite.verify(group, case)
             if number % 4 == 0 and case.operator in ("matmul_all_reduce", "matmul_reduce_scatter"):

@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
     from .beside import Beside
 
-DEVICES = ["cuda"]  # where it is faster than parcels
-LARGE = {"bytes": 512 << 10}
+DEVICES = ("cuda",)
+"""Where it is faster than parcels."""
+LARGE = 512 << 10
+"""Bytes."""
 _KEPT = object()  # name of what is kept with a fabric
 
 
@@ -72,7 +74,7 @@ def exchange(fabric: Fabric, collective: str, like: torch.Tensor, spans: Sequenc
     total, own = sum(spans), sum(spans) if in_place else spans[fabric.group.rank]
     given_count = own if collective == "all_gather" else total
     taken_count = own if collective == "reduce_scatter" else total
-    if total * size < LARGE["bytes"]:
+    if total * size < LARGE:
         given = like.new_empty(given_count)
         taken = given if in_place else like.new_empty(taken_count)
         move = _staged(fabric, collective, dtype, spans, in_place, ctas)
