@@ -43,7 +43,8 @@ MPS = Setting("UNDERTOW_MPS", "auto", "`auto`, `off` (time slicing), or `require
 GATE = Setting(
     "UNDERTOW_GATE",
     "auto",
-    "`auto`: ranks that share a GPU meet before kernels that wait for each other; `off`: they do not, and may hang.",
+    "`auto`: ranks that share a GPU, and reach each other's memory, meet before kernels that wait for each other; "
+    "`off`: they do not, and may hang.",
 )
 DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."

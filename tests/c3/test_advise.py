@@ -180,7 +180,8 @@ def test_files_survive_and_damage_is_as_good_as_none(tmp_path: Path, monkeypatch
     for damage in (
         "", "{", "[]", good.replace("undertow c3 1", "2"), good.replace("0.9", "-0.9"), good.replace("0.9", '"much"'),
         good.replace('"crowding"', '"crowd"'), good.replace('"multiprocessors": 33', '"multiprocessors": 0'),
-        good.replace("0.9", "Infinity"),
+        good.replace("0.9", "Infinity"), good.replace('"errors": {}', '"errors": [1]'),
+        good.replace('"errors": {}', '"errors": {"peer:base": -1}'),
     ):  # fmt: skip
         assert damage != good
         path.write_text(damage)

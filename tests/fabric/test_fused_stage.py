@@ -16,7 +16,9 @@ from fake_driver import World
 from undertow.errors import InvalidArgument, StrategyUnavailable
 
 CPU = torch.device("cpu")
-NAMES = ("undertow.fabric.stream_memory", "undertow.fabric.cuda", "undertow.ops.fused_stage")
+NAMES = tuple(
+    f"undertow.{name}" for name in ("fabric.stream_memory", "fabric.in_order", "fabric.cuda", "ops.fused_stage")
+)
 
 
 class Place:
@@ -64,13 +66,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(ctypes, "CDLL", opened)
     before = _forget(lambda name: name in NAMES)
     others = set(sys.modules)
-    driver, _, module = (importlib.import_module(name) for name in NAMES)
+    driver, order, _, module = (importlib.import_module(name) for name in NAMES)
     here = Place(module, world)
     events = iter(range(1, 1000))
     monkeypatch.setattr(driver, "new_event", lambda device: next(events))
     monkeypatch.setattr(driver, "current_stream", lambda device: here.current)
     monkeypatch.setattr(driver, "is_capturing", lambda: here.current in here.capturing)
-    monkeypatch.setattr(module, "_captures", lambda stream, device: stream in here.capturing)
+    monkeypatch.setattr(order, "_captures", lambda stream, device: stream in here.capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     yield here
     _forget(lambda name: name.startswith("undertow.") and name not in others)  # what was bound to the fake driver

@@ -367,24 +367,25 @@ def matmuls_in_clusters_find_room(group: ut.Group) -> None:
     SMs (cuBLAS: 4 x 2 of them for few columns and a long K): on a shared GPU it must find them.
     """
     rows, width, narrow = 512, 4096, 256
-    x = torch.ones(rows, width // 4, dtype=torch.bfloat16, device=group.device)
     w = torch.ones(width // 4, width, dtype=torch.bfloat16, device=group.device)
     wide = torch.ones(rows, width, dtype=torch.bfloat16, device=group.device)
     few = torch.ones(narrow, width, dtype=torch.bfloat16, device=group.device)
-    want = float(group.size * width // 4)
     uneven = [rows - 40 * (group.size - 1), *[40] * (group.size - 1)]
+    x = torch.zeros(rows, width // 4, dtype=torch.bfloat16, device=group.device)
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "collective": lambda: ut.collective.all_reduce(torch.mm(x, w), group=group),
         "sums": lambda: ut.matmul_all_reduce(x, w, group=group, strategy="fused:peer"),
         "own sums": lambda: ut.matmul_reduce_scatter(x, w, group=group, strategy="fused:peer"),
         "few rows": lambda: ut.matmul_all_reduce(x[:4], w, group=group, strategy="fused:peer"),
-        "rows": lambda: ut.all_gather_matmul(x, w, group=group, strategy="fused:peer") * group.size,
         "serial sums": lambda: ut.matmul_all_reduce(x, w, group=group, strategy="serial:peer"),
         "serial own sums": lambda: ut.matmul_reduce_scatter(x, w, rows=uneven, group=group, strategy="serial:peer"),
-        "serial rows": lambda: ut.all_gather_matmul(x, w, group=group, strategy="serial:peer") * group.size,
-        "rows of a lane": lambda: ut.all_gather_matmul(x, w, group=group, strategy="signaled:peer") * group.size,
+        "rows": lambda: ut.all_gather_matmul(x, w, group=group, strategy="fused:peer"),
+        "serial rows": lambda: ut.all_gather_matmul(x, w, group=group, strategy="serial:peer"),
+        "rows of a lane": lambda: ut.all_gather_matmul(x, w, group=group, strategy="signaled:peer"),
     }
+    every = sum(range(1, group.size + 1))
     for turn in range(40):
+        x[:, 0] = (turn % 3 + 1) * (group.rank + 1)  # sums are exact in bf16, and other ranks' and calls' are others
         if turn % group.size == group.rank:
             torch.cuda._sleep(500_000)
         found = {}
@@ -392,7 +393,11 @@ def matmuls_in_clusters_find_room(group: ut.Group) -> None:
             torch.nn.functional.linear(wide, few)
             found[name] = call()
         for name, y in found.items():
-            assert bool((y == want).all()), (turn, name)
+            want = torch.full_like(y, (turn % 3 + 1) * every)
+            if "rows" in name and name != "few rows":
+                for rank, part in enumerate(want.view(group.size, -1)):
+                    part.fill_((turn % 3 + 1) * (rank + 1))
+            assert torch.equal(y, want), (turn, name)
 
 
 for _one in (*few_row_checks.CHECKS, *token_checks.CHECKS, *staged_checks.CHECKS):

@@ -1,4 +1,4 @@
-"""The gate's kernel, read without a GPU, and its arithmetic with the waits left out."""
+"""The gate's kernel, read without a GPU."""
 
 from __future__ import annotations
 

@@ -217,17 +217,30 @@ def serial_by_collectives(seed: int, part: float) -> int:
     import gradient_targets
     import norm_targets
 
-    from undertow.ops import whole
+    from undertow.ops import alone, whole
 
     group = ut.init()
     whole.DEVICES = ("cuda", "cpu")
     found = [one for one in suite.cases(seed, part) if one.strategy == "serial:peer"]
-    for least in (whole.LARGE, 1):  # staged, then through symmetric memory
+    for least, target in ((whole.LARGE, "staged"), (1, "direct")):
         whole.LARGE = least
         for number, case in enumerate(found):
             suite.verify(group, case)
             if number % 4 == 0 and case.operator in ("matmul_all_reduce", "matmul_reduce_scatter"):
                 norm_targets.verify(group, case, norm_targets.KINDS[number // 4 % len(norm_targets.KINDS)], False)
         gradient_targets.exact(part / 6, seed)
-    assert any(hasattr(one, "schedule") for one in group.fabric.kept.values()), "no collective ran"
+        y = torch.arange(24.0).view(4, 6) * (group.rank + 1)
+        alone.all_reduce(group.fabric, "peer", y)
+        assert torch.equal(y, torch.arange(24.0).view(4, 6) * sum(range(1, group.size + 1)))
+        made = group.fabric.kept[id(whole._KEPT)]
+        assert {"all_reduce", "reduce_scatter", "all_gather"} == {kind for kind, *_, how in made if how == target}
+    _is_rounded_once(group)
     return len(found)
+
+
+def _is_rounded_once(group: ut.Group) -> None:
+    """256 + 1 + 1: a sum that is rounded before the bias is added has lost the one."""
+    x = torch.tensor([[256.0 if group.rank == 0 else 1.0 if group.rank == 1 else 0.0]]).bfloat16()
+    w, bias = torch.ones(1, 8).bfloat16(), torch.ones(8).bfloat16()
+    for strategy in ("serial:peer", "chunked:peer", "fused:peer"):
+        assert bool((ut.matmul_all_reduce(x, w, bias=bias, group=group, strategy=strategy) == 258).all()), strategy

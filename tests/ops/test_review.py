@@ -59,7 +59,7 @@ def test_numbers_beyond_reason_in_a_plan_file_are_damage(tmp_path: Path, monkeyp
     assert cache.store(problem, "here", {}, default_plan(problem, "serial", "peer"), "made by a test")
     path = cache.path_of(problem, "here", {})
     content = json.loads(path.read_text())
-    content["trials"] = [["serial:peer", float("inf"), 1.0, 1.0]]
+    content["trials"] = [["0", "serial:peer", float("inf"), 1.0, 1.0]]
     path.write_text(json.dumps(content))
     assert cache.load(problem, "here", {}) is None
 

@@ -40,9 +40,9 @@ def test_what_is_kept_is_found(folder: Path) -> None:
     entry = cache.load(PROBLEM, "node", VERSIONS)
     assert entry is not None
     assert (entry.plan, entry.reason, entry.machine, entry.versions) == (PLAN, "It was faster.", "node", VERSIONS)
-    assert entry.trials[0] == ("signaled:dma", 2, 1e-3, 3e-3)
-    assert entry.trials[1][2:] == (None, None)
-    assert entry.trials[2][2:] == (1.0, None)
+    assert entry.trials[0] == (PLAN.digest, "signaled:dma", 2, 1e-3, 3e-3)
+    assert entry.trials[1][3:] == (None, None)
+    assert entry.trials[2][3:] == (1.0, None)
     assert [one.name for one in folder.iterdir()] == [path.name]
 
 

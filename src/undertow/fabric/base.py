@@ -284,6 +284,14 @@ class Fabric(ABC):
         """What every rank calls before a kernel whose CTAs wait for other ranks' (`gate.py`). Collective at first."""
         return _pass
 
+    def follow(self, what: str) -> None:
+        """The current stream's next call that shares `what` comes after the last one, wherever that was."""
+        return  # on a CPU it does: calls are over when they return
+
+    def enqueued(self, what: str) -> None:
+        """Such a call was enqueued, with all that reads what it shares."""
+        return
+
     # -- memory --------------------------------------------------------------------------------------------------
 
     def buffer(self, shape: tuple[int, ...] | int, dtype: torch.dtype) -> SymmetricBuffer:
@@ -323,10 +331,10 @@ class Fabric(ABC):
         """Bytes for `purpose`: the largest ever asked for, grown collectively, never inside a capture."""
         held = self._workspaces.get(purpose)
         if held is not None and held.nbytes >= nbytes:
-            if self._capturing() and held not in self._captured:
+            if self.capturing() and held not in self._captured:
                 self._captured.append(held)
             return held
-        if self._capturing():
+        if self.capturing():
             raise errors.WorkspaceTooSmall(
                 wanted=human(nbytes), held=human(held.nbytes if held else 0), wanted_bytes=nbytes
             )
@@ -351,7 +359,7 @@ class Fabric(ABC):
         """Collective. A view for each rank that can be addressed, and whatever keeps the memory alive."""
 
     @abstractmethod
-    def _capturing(self) -> bool:
+    def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
 
     @abstractmethod

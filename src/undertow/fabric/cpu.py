@@ -84,7 +84,7 @@ class CpuFabric(Fabric):
     def computing(self, multiprocessors: int | None) -> contextlib.AbstractContextManager[None]:
         return on_threads(multiprocessors)
 
-    def _capturing(self) -> bool:
+    def capturing(self) -> bool:
         return False
 
     def settle(self) -> None:

@@ -18,6 +18,7 @@ from .. import errors, settings
 from . import atomics, green, sharers, stream_memory, torch_symmetric
 from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
 from .gate import Gate
+from .in_order import Turns
 from .joined import Joined
 from .pinned import PinnedSegment
 from .share import bounded_grids, on_multiprocessors
@@ -43,6 +44,7 @@ class CudaFabric(Fabric):
         self._flags: list[CudaSignals] = []
         self._joined: list[Joined] = []
         self._gate: Gate | None = None
+        self._turns: dict[str, Turns] = {}
         properties = torch.cuda.get_device_properties(self.device)
         mine = sharers.seat(str(properties.uuid), int(properties.multi_processor_count), dist.get_world_size())
         seats = [sharers.Seat(*one) for one in group.exchange(list(mine), "which GPUs ranks have")]
@@ -59,6 +61,8 @@ class CudaFabric(Fabric):
         said = group.exchange(sharers.unknown(seats, could_share), "who shares the GPUs")
         self.unknown_sharers = next((one for one in said if one), "")
         self._no_peers = self._why_no_peers(devices)
+        wanted = all(group.exchange(settings.GATE.is_on(), "whether ranks meet before they wait in kernels"))
+        self._gated = wanted and self.shares_device and not self._no_peers
 
     def _why_no_peers(self, devices: list[str]) -> str:
         """Why ranks cannot address each other's GPU memory, or "". The same on all ranks."""
@@ -121,7 +125,7 @@ class CudaFabric(Fabric):
         joined.release()
         self._joined.remove(joined)
 
-    def _capturing(self) -> bool:
+    def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
     def settle(self) -> None:
@@ -182,12 +186,21 @@ class CudaFabric(Fabric):
         return StagedLane(self) if self._no_peers or self.shares_device else CopyLane(self)
 
     def gate(self) -> Callable[[], None]:
-        if not self.shares_device or self._no_peers or not settings.GATE.is_on():
+        if not self._gated:
             return super().gate()
         with self._lock:
             if self._gate is None:
                 self._gate = Gate(self)
             return self._gate
+
+    def follow(self, what: str) -> None:
+        with self._lock:
+            if what not in self._turns:
+                self._turns[what] = Turns(stream_memory.new_event(self.device))
+        self._turns[what].follow(self.device)
+
+    def enqueued(self, what: str) -> None:
+        self._turns[what].enqueued(self.device)
 
     def stream(self, name: str, priority: int = 0) -> Stream:
         with self._lock:

@@ -7,7 +7,7 @@ A fused kernel is as large as its rank's part of the GPU, and its CTAs wait for 
 own that is nobody's loss. On a shared one the rank that is waited for may have a matmul in front which needs several
 SMs of one cluster (cuBLAS takes up to 8), and finds only single ones between the others' CTAs: all wait until the
 deadline. So each rank first launches one CTA that waits for all others. `UNDERTOW_GATE=off` leaves it out, to measure
-kernels as they are on GPUs of their own.
+kernels as they are on GPUs of their own. Ranks that share a GPU and cannot reach each other's memory have no gate.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class Gate:
     """Call it: the current stream goes on when all ranks of the group have called it as often. Making it is collective.
 
-    It counts on the device, so captured calls are replayed. Calls on two streams at once may let each other pass early;
-    never late.
+    It counts on the device, so captured calls are replayed; calls on several streams come one after the other.
     """
 
     def __init__(self, fabric: CudaFabric) -> None:
@@ -41,7 +40,9 @@ class Gate:
         group.barrier()
 
     def __call__(self) -> None:
+        self._fabric.follow("gate")
         self._launch(self._fabric.group.size)
+        self._fabric.enqueued("gate")
 
     def _launch(self, ranks: int) -> None:
         from ..kernels.gate import gate_kernel

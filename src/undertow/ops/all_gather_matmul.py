@@ -144,17 +144,21 @@ def _run(
         run_fused(x, w, y, problem, plan, finish, fabric, lane, arriving=arriving)
         return
     rank, size, k = fabric.group.rank, fabric.group.size, problem.k
+    whole = None
     if moves_whole(plan, fabric, lane):
         spans = [rows * k for rows in problem.shards]
-        rows = exchange(fabric, "all_gather", x, spans, plan.share.communication_ctas)
-        gathered = rows.taken.view(problem.m, k)
+        whole = exchange(fabric, "all_gather", x, spans, plan.share.communication_ctas)
+    if whole is not None:
+        gathered = whole.taken.view(problem.m, k)
         product = product_of(fabric, problem, plan, gathered, w, y.view(-1), None if finish.nothing else finish)
-        rows.given.view(x.shape).copy_(x)
         with half_way(fabric.group):
-            rows.move()
+            whole.given.view(x.shape).copy_(x)
+            whole.move()
             product.start()
+            kept = gathered.clone() if arriving is not None else gathered  # its bias is summed later
+            whole.over()
             if arriving is not None:
-                arriving.begin(gathered)
+                arriving.begin(kept)
                 arriving.add([(0, problem.m)])
         return
     firsts = [sum(problem.shards[:source]) for source in range(size)]
@@ -178,8 +182,9 @@ def _run(
 
     if arriving is not None:
         arriving.begin(gathered)
+    gate = fabric.gate() if product.waits_for_rows else None
     with half_way(fabric.group):
-        bring_and_multiply(fabric, lane, plan, product, bring, len(comes), also)
+        bring_and_multiply(fabric, lane, plan, product, bring, len(comes), also, gate)
 
 
 def _rows_of(problem: Problem, plan: Plan, rank: int, parcel: int) -> list[Rows]:
@@ -198,10 +203,12 @@ def bring_and_multiply(
     bring: Callable[[int], None],
     parcels: int,
     also: Callable[[int | None], None],
+    gate: Callable[[], None] | None = None,
 ) -> None:
     """`bring(k)` has the rows that parcel k needs arrive, in the order of the stream it runs on.
 
     `also(k)` follows the product of parcel k, or `also(None)` the whole product where nothing tells parcels apart.
+    `gate` comes before a product whose tiles wait.
     """
     lane.limit(plan.share.communication_ctas)
     if plan.grain == "serial":
@@ -211,11 +218,11 @@ def bring_and_multiply(
         product.start()
         also(None)
         return
-    communication, gate = fabric.stream("communication", priority=plan.share.communication_priority), fabric.gate()
+    communication = fabric.stream("communication", priority=plan.share.communication_priority)
     try:
         product.prepare()
         communication.fork()
-        if product.waits_for_rows:
+        if gate is not None:
             gate()
         product.start()
         if product.waits_for_rows:

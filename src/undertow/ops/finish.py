@@ -102,6 +102,10 @@ class Finish:
         elif not self.nothing:
             self.sum(y.view(-1), [y.view(-1)])
 
+    def follows(self, y: torch.Tensor) -> bool:
+        """Whether it may be done to sums that are rounded already: 16-bit ones are rounded once."""
+        return self.nothing or self.after is not None or y.dtype not in _HALVES
+
     def take(self, y: torch.Tensor, result: torch.Tensor) -> None:
         """y [M, N] = the flat `result`, finished."""
         if self.after is not None:

@@ -83,14 +83,15 @@ def run(
             call = tokens_cpu.exchange(x, w, y, tokens, plan, finish, fabric)
         else:
             call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
-    gate, kernels = fabric.gate(), has_collectives(fabric, lane)
-    bring = bringer(fabric, beside if kernels else None)
+    gate = fabric.gate()
+    bring = bringer(fabric, beside) if has_collectives(fabric, lane) else None
     with half_way(fabric.group):
         if beside is not None:
-            if beside.bring is not None and not kernels:
+            if bring is not None:
+                bring()
+            elif beside.bring is not None:
                 beside.bring(Carrier(fabric, lane, y, beside.longest))
                 lane.flush()
-            bring()
             beside.compute()
         gate()
         call()

@@ -4,9 +4,7 @@ A *stage* (slots for tiles, gathered rows, packets, and the words that say what 
 for calls up to a size, used by all of them in turn, and remade half as large again, or larger, when one does not fit.
 The old one is released, unless a captured call uses it.
 
-Calls of a stage come one after the other, on all ranks in the same order. A call on another stream than the one before
-waits for that one by an event. Inside a capture no event of another stream can be waited for, so all calls of a stage
-in one capture must be on one stream. When a graph is replayed is for its owner to order.
+Calls of a stage come one after the other, on all ranks in the same order (`fabric.in_order`).
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ import torch
 from ..errors import InvalidArgument, StrategyUnavailable
 from ..fabric import stream_memory
 from ..fabric.cuda import CudaFabric, CudaStream
+from ..fabric.in_order import InOrder
 from ..plan import fused
 from .overlap import half_way
 
@@ -32,7 +31,7 @@ _ROUND = 1 << 20  # elements: a small stage is made twice as large as asked, up 
 
 
 @dataclass
-class Stage:
+class Stage(InOrder):
     """Memory of one kind of call: `data` holds two halves of `half` elements, for calls in turn; `words` what arrived.
 
     `epochs`: the number of calls, counted by every CTA; `taken`: tiles or jobs that were, of either turn. `stream`: of
@@ -54,23 +53,6 @@ class Stage:
     captured: int | None = None
     joined: Joined | None = None
     described: dict[tuple[object, ...], Any] = field(default_factory=dict)
-
-    def follow(self, device: torch.device) -> None:
-        """The current stream's next call on this stage comes after the last one, wherever that was."""
-        here = stream_memory.current_stream(device)
-        if stream_memory.is_capturing():
-            if self.captured not in (None, here) and _captures(self.captured, device):
-                was, must = "on a second stream of one CUDA graph capture", "on the stream of the fused call before it"
-                raise InvalidArgument(argument="call", was=was, must=must)
-            self.captured = here
-        elif self.stream not in (None, here):
-            stream_memory.wait_event(here, self.event)
-
-    def enqueued(self, device: torch.device) -> None:
-        """A call was enqueued, with all that reads the stage after it."""
-        if not stream_memory.is_capturing():
-            self.stream = stream_memory.current_stream(device)
-            stream_memory.record(self.stream, self.event)
 
     def side_by_side(self, fabric: CudaFabric) -> torch.Tensor:
         """[ranks, 2 * half]: `data` of all ranks. The first time not in a capture; all ranks or none get it."""
@@ -100,11 +82,6 @@ class Stage:
         if found is None:
             found = self.described[key] = make()
         return found
-
-
-def _captures(stream: int | None, device: torch.device) -> bool:
-    with torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):  # type: ignore[no-untyped-call]
-        return stream_memory.is_capturing()
 
 
 def stage_of(

@@ -46,7 +46,7 @@ from .produce import placed, product_of
 from .product import NoProduct
 from .program import ProgramCall
 from .program import run as run_program
-from .whole import bringer, exchange, moves_whole
+from .whole import exchange, moves_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -148,16 +148,14 @@ def run(
     if plan.grain == "fused":
         run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
         return
-    if moves_whole(plan, fabric, lane):
-        sums, bring = (
-            exchange(fabric, "all_reduce", y, [y.numel()], plan.share.communication_ctas),
-            bringer(fabric, beside),
-        )
+    sums = None
+    if moves_whole(plan, fabric, lane) and finish.follows(y):
+        sums = exchange(fabric, "all_reduce", y, [y.numel()], plan.share.communication_ctas)
+    if sums is not None:
+        if not compute:
+            sums.given.copy_(y.view(-1))
         entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
-        if not finish.nothing:
-            finish.load(y, 1)
-        multiply_and_move(fabric, entire, sums.move, beside, bring)
-        finish.take(y, sums.taken)
+        multiply_and_move(fabric, entire, sums, finish, y, beside)
         return
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"

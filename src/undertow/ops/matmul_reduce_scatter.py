@@ -162,17 +162,16 @@ def run(
         run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
         return
     rank, n = fabric.group.rank, problem.n
-    if moves_whole(plan, fabric, lane):
+    sums, bring = None, None
+    if moves_whole(plan, fabric, lane) and finish.follows(y):
         spans = [rows * n for rows in problem.shards]
-        sums, bring = (
-            exchange(fabric, "reduce_scatter", y, spans, plan.share.communication_ctas),
-            bringer(fabric, beside),
+        bring = bringer(fabric, beside)
+        sums = (
+            exchange(fabric, "reduce_scatter", y, spans, plan.share.communication_ctas) if bring is not None else None
         )
+    if sums is not None:
         entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
-        if not finish.nothing:
-            finish.load(y, 1)
-        multiply_and_move(fabric, entire, sums.move, beside, bring)
-        finish.take(y, sums.taken)
+        multiply_and_move(fabric, entire, sums, finish, y, beside, bring)
         return
     buffer = x.new_empty(problem.m * n)
     packed = plan.grain == "signaled" and plan.layout == "packed"

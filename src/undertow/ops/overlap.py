@@ -21,11 +21,15 @@ from ..errors import UndertowError
 from .product import Product
 
 if TYPE_CHECKING:
+    import torch
+
     from ..collective.carry import Carrier
     from ..fabric.base import Fabric, Lane, Stream
     from ..fabric.group import Group
     from ..plan.plan import Plan
     from .beside import Beside
+    from .finish import Finish
+    from .whole import Exchange
 
 Step = Callable[[int], None]
 
@@ -50,15 +54,26 @@ def overlap(
 
 
 def multiply_and_move(
-    fabric: Fabric, product: Product, move: Callable[[], None], beside: Beside | None, bring: Callable[[], None]
+    fabric: Fabric,
+    product: Product,
+    sums: Exchange,
+    finish: Finish,
+    y: torch.Tensor,
+    beside: Beside | None = None,
+    bring: Callable[[], None] | None = None,
 ) -> None:
-    """What `beside` needs and computes, the product, then what moves of it: nothing hides anything."""
+    """What `beside` needs and computes, the product, then what moves of it, finished into y: nothing hides anything."""
+    if not finish.nothing:
+        finish.load(y, 1)
     with half_way(fabric.group):
-        bring()
+        if bring is not None:
+            bring()
         if beside is not None:
             beside.compute()
         product.start()
-        move()
+        sums.move()
+        finish.take(y, sums.taken)
+        sums.over()
 
 
 @contextlib.contextmanager

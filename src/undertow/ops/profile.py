@@ -170,6 +170,8 @@ def communication(
         multiprocessors=fabric.multiprocessors,
     )  # fmt: skip
     plan, opened = default_plan(problem, "serial", lane), fabric.lane(lane)
+    if lane == "peer":  # by parcels, as those of plans that overlap go, and not by one collective
+        plan = dataclasses.replace(plan, deterministic=True)
     if parcels is not None:
         plan = dataclasses.replace(plan, parcels=split(rows, parcels))
     x = torch.zeros(shards[group.rank] if gathers else rows, _COLUMNS, dtype=dtype, device=group.device)

@@ -226,13 +226,11 @@ def _on_disk(
 
 
 def _from_entry(entry: cache.Entry) -> Choice:
-    """The first of the trials that look like the plan is the plan: two of one name and number are near copies."""
-    found, chosen = [], False
-    for name, parcels, predicted, measured in entry.trials:
-        same = not chosen and (name, parcels) == (entry.plan.name, len(entry.plan.parcels))
-        chosen = chosen or same
-        found.append(Candidate(name, parcels, predicted, measured, same))
-    return Choice(entry.plan, f"Known from {entry.made}: {entry.reason}", tuple(found), entry.gemm_seconds)
+    found = tuple(
+        Candidate(name, parcels, predicted, measured, digest == entry.plan.digest)
+        for digest, name, parcels, predicted, measured in entry.trials
+    )
+    return Choice(entry.plan, f"Known from {entry.made}: {entry.reason}", found, entry.gemm_seconds)
 
 
 # -- by measuring ------------------------------------------------------------------------------------------------------

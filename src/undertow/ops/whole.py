@@ -11,31 +11,34 @@ they are, and only the smaller side is copied:
 |---|---|---|
 | matmul_all_reduce | product [M, N], summed in place | result [M, N], finished on the way |
 | matmul_reduce_scatter | product [M, N], own rows | result [M_r, N], finished on the way |
-| all_gather_matmul | own rows, gathered rows [M, K] | own rows [M_r, K] |
+| all_gather_matmul | own rows, gathered rows [M, K] | own rows [M_r, K]; for a gradient all, as it is used later |
 
-The memory is a workspace of the fabric, the same for all calls. A call that is enqueued later may use it: the kernel
-lets others write to a rank's memory only when its own stream has come to that call, and ends when nobody reads from it.
-Small results, of which starting is all that counts, stay where they are: the collective stages them.
+The memory is a workspace of the fabric, the same for all calls, which therefore come one after the other whatever
+streams they are on. Between ranks the kernel sees to it: others write to a rank's memory only when its own stream has
+come to that call, and the kernel ends when nobody reads from it. Small results, of which starting is all that counts,
+are staged by the collective. What it takes is made by the first call of a kind: a captured one that would have to make
+it goes by parcels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ..collective.algorithms import LIBRARY
-from ..collective.kinds import executable_of, kind_of
 from ..collective.runtime import executable
 from ..collective.selection import choose, most_ctas
 from ..collective.topology import Topology
-from ..fabric.placement import Placement
+from ..errors import InvalidArgument, WorkspaceTooSmall
 
 if TYPE_CHECKING:
+    from ..collective.cuda_runtime import CudaExecutable
     from ..collective.runtime import Executable
-    from ..fabric.base import Fabric, Lane
+    from ..fabric.base import Fabric, Lane, SymmetricBuffer
     from ..plan.plan import Plan
     from .beside import Beside
 
@@ -44,15 +47,20 @@ DEVICES = ("cuda",)
 LARGE = 512 << 10
 """Bytes."""
 _KEPT = object()  # name of what is kept with a fabric
+_SHARED = "whole results"  # what calls must come one after the other for
+_PACKED = 4  # bytes of the largest element that packets carry
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One collective, ready: write this rank's part to `given`, call `move`, read from `taken`; both flat."""
+    """One collective, ready: write this rank's part to `given`, call `move`, read from `taken`, both flat; then call
+    `over`, when all that reads is enqueued.
+    """
 
     given: torch.Tensor
     taken: torch.Tensor
     move: Callable[[], None]
+    over: Callable[[], None]
 
 
 def moves_whole(plan: Plan, fabric: Fabric, lane: Lane) -> bool:
@@ -65,78 +73,111 @@ def has_collectives(fabric: Fabric, lane: Lane) -> bool:
     return lane.name == "peer" and group.device.type in DEVICES and len(group.local_ranks) == group.size
 
 
-def exchange(fabric: Fabric, collective: str, like: torch.Tensor, spans: Sequence[int], ctas: int | None) -> Exchange:
+def exchange(
+    fabric: Fabric, collective: str, like: torch.Tensor, spans: Sequence[int], ctas: int | None = None
+) -> Exchange | None:
     """`spans`: elements that belong to each rank (all_reduce: of all, which is summed in place). Collective at first.
 
-    `like`: has the type and device of what moves.
+    `like`: has the type and device of what moves. None, on all ranks: it would have to be made, inside a capture.
     """
     dtype, size, in_place = like.dtype, like.element_size(), collective == "all_reduce"
     total, own = sum(spans), sum(spans) if in_place else spans[fabric.group.rank]
-    given_count = own if collective == "all_gather" else total
-    taken_count = own if collective == "reduce_scatter" else total
-    if total * size < LARGE:
-        given = like.new_empty(given_count)
-        taken = given if in_place else like.new_empty(taken_count)
-        move = _staged(fabric, collective, dtype, spans, in_place, ctas)
-        return Exchange(given, taken, lambda: move(given, taken))
-    most = {
-        "all_gather": (max(spans), total),
-        "reduce_scatter": (total, max(spans)),
-    }  # on any rank: all ask for the same
-    room = most.get(collective, (total, total))
-    source = fabric.workspace(f"whole {collective}, given", room[0] * size).as_type(dtype)
-    out = source if in_place else fabric.workspace(f"whole {collective}, taken", room[1] * size).as_type(dtype)
-    run = _direct(fabric, collective, total * size, in_place, ctas)
-    given, taken = source.local[:given_count], out.local[:taken_count]
-    return Exchange(given, taken, lambda: run.run(source, out, list(spans), "sum"))
+    counts = own if collective == "all_gather" else total, own if collective == "reduce_scatter" else total
+    large = total * size >= LARGE
+    source: torch.Tensor | SymmetricBuffer
+    out: torch.Tensor | SymmetricBuffer
+    if large:
+        most = {"all_gather": (max(spans), total), "reduce_scatter": (total, max(spans))}  # all ranks ask for the same
+        room = most.get(collective, (total, total))
+        try:
+            held = fabric.workspace(f"whole {collective}, given", room[0] * size).as_type(dtype)
+            other = held
+            if not in_place:
+                other = fabric.workspace(f"whole {collective}, taken", room[1] * size).as_type(dtype)
+        except WorkspaceTooSmall:
+            return None
+        source, out, given, taken = held, other, held.local[: counts[0]], other.local[: counts[1]]
+    else:
+        source = given = like.new_empty(counts[0])
+        out = taken = given if in_place else like.new_empty(counts[1])
+    move = _mover(fabric, collective, source, out, spans, in_place, ctas, total * size)
+    if move is None:
+        return None
+    fabric.follow(_SHARED)
+    return Exchange(given, taken, move, lambda: fabric.enqueued(_SHARED))
 
 
-def _staged(
-    fabric: Fabric, collective: str, dtype: torch.dtype, spans: Sequence[int], in_place: bool, ctas: int | None
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """As a call of `undertow.collective` moves tensors that lie anywhere."""
-    group = fabric.group
-    if not sum(spans):
-        return lambda given, taken: None
-    where, nodes = Placement(ctas=ctas), group.nodes
-    kind = kind_of(
-        collective, tuple(spans), dtype, in_place, "sum", None, 0, group.device.type, nodes, None, where
-    )  # fmt: skip
-    found = executable_of(group, kind)
-    return lambda given, taken: found.run(given, taken, list(spans), "sum")
+def _mover(
+    fabric: Fabric,
+    collective: str,
+    source: torch.Tensor | SymmetricBuffer,
+    out: torch.Tensor | SymmetricBuffer,
+    spans: Sequence[int],
+    in_place: bool,
+    ctas: int | None,
+    nbytes: int,
+) -> Callable[[], None] | None:
+    """A call of the library's program for that size, all of it made ready; None as in `exchange`."""
+    if not nbytes:
+        return lambda: None
+    staged = isinstance(source, torch.Tensor)
+    run = _executable(fabric, collective, nbytes, in_place, ctas, "staged" if staged else "direct")
+    if run is None:
+        return None
+    if fabric.group.device.type == "cuda" and (not run.schedule.packets or source.dtype.itemsize <= _PACKED):
+        try:
+            cast("CudaExecutable", run).load(source, out, spans, "sum")
+        except InvalidArgument:
+            if fabric.capturing():
+                return None
+            raise
+    return lambda: run.run(source, out, list(spans), "sum")
 
 
-def _direct(fabric: Fabric, collective: str, nbytes: int, in_place: bool, ctas: int | None) -> Executable:
-    """The same program, reaching into symmetric memory. Collective at first."""
+def _executable(
+    fabric: Fabric, collective: str, nbytes: int, in_place: bool, ctas: int | None, target: str
+) -> Executable | None:
+    """Of the operators alone: calls of `undertow.collective`, which may be under way on other streams, have theirs."""
     group = fabric.group
     topology = Topology.of(group.nodes)
     choice = choose(collective, nbytes, group.device.type, topology)
     made = cast("dict[tuple[object, ...], Executable]", fabric.kept.setdefault(id(_KEPT), {}))
-    key = (collective, choice.program, choice.instances, choice.warps, ctas)
+    key = (collective, replace(choice, up_to=0), ctas, target)
     if key not in made:
+        if fabric.capturing():
+            return None
         instances = choice.instances
         if group.device.type == "cuda":
             most = most_ctas(fabric.multiprocessors, fabric.shares_device)
             seen = group.exchange(min(most, ctas or most), "how many CTAs a rank may take")
             instances = max(1, min(instances, min(seen) // choice.workers))
-        schedule = LIBRARY[choice.program].compile(
-            topology=topology, in_place=in_place, target="direct", workers=choice.workers, instances=instances
-        )
-        made[key] = executable(fabric, schedule, warps=choice.warps)
+        compiled = partial(
+            LIBRARY[choice.program].compile, topology=topology, in_place=in_place, target=target,
+            workers=choice.workers, instances=instances,
+        )  # fmt: skip
+        if target == "staged":
+            schedule = compiled(slots=choice.slots, depth=choice.depth, packets=choice.packets)
+        else:
+            schedule = compiled()
+        stride = choice.stride if target == "staged" else None
+        made[key] = executable(fabric, schedule, stride, warps=choice.warps)
     return made[key]
 
 
-def bringer(fabric: Fabric, beside: Beside | None) -> Callable[[], None]:
-    """What gathers the rows that `beside` needs, made ready. Collective at first."""
+def bringer(fabric: Fabric, beside: Beside | None) -> Callable[[], None] | None:
+    """What gathers the rows that `beside` needs, made ready. Collective at first; None as in `exchange`."""
     wanted = beside.gathers if beside is not None else None
     if wanted is None:
         return lambda: None
     whole = wanted.whole.view(-1)
-    found = exchange(fabric, "all_gather", whole, [rows * wanted.whole.shape[1] for rows in wanted.rows], None)
+    found = exchange(fabric, "all_gather", whole, [rows * wanted.whole.shape[1] for rows in wanted.rows])
+    if found is None:
+        return None
 
     def bring() -> None:
         found.given.view(wanted.shard.shape).copy_(wanted.shard)
         found.move()
         whole.copy_(found.taken)
+        found.over()
 
     return bring

@@ -34,8 +34,8 @@ _FIELDS = {"format": str, "key": str, "machine": str, "versions": dict, "made": 
 class Entry:
     """What a file says: the plan, where and when it was made, and why it was chosen.
 
-    `trials` are (grain:lane, parcels, predicted, measured median) of every candidate, for people; `gemm_seconds` is
-    what the matmul took without any communication, None where nobody measured it.
+    `trials` are (digest, grain:lane, parcels, predicted, measured median) of every candidate; `gemm_seconds` is what
+    the matmul took without any communication, None where nobody measured it.
     """
 
     key: str
@@ -44,7 +44,7 @@ class Entry:
     made: str
     reason: str
     plan: Plan
-    trials: tuple[tuple[str, int, float | None, float | None], ...] = ()
+    trials: tuple[tuple[str, str, int, float | None, float | None], ...] = ()
     gemm_seconds: float | None = None
 
 
@@ -94,7 +94,10 @@ def store(
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "reason": reason,
         "plan": asdict(plan),
-        "trials": [[one.plan.name, len(one.plan.parcels), one.predicted, _finite(one.median)] for one in trials],
+        "trials": [
+            [one.plan.digest, one.plan.name, len(one.plan.parcels), one.predicted, _finite(one.median)]
+            for one in trials
+        ],
         "gemm_seconds": gemm_seconds,
     }
     try:
@@ -150,7 +153,10 @@ def _parse(content: Any) -> Entry:
     if content["format"] != FORMAT:
         raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
     versions = {str(name): str(version) for name, version in content["versions"].items()}
-    trials = tuple((str(name), int(parcels), _number(a), _number(b)) for name, parcels, a, b in content["trials"])
+    trials = tuple(
+        (str(digest), str(name), int(parcels), _number(predicted), _number(measured))
+        for digest, name, parcels, predicted, measured in content["trials"]
+    )
     plan = Plan.from_json(json.dumps(content["plan"]))
     return Entry(
         content["key"],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 1 << 20
-DAMAGE = (OSError, ValueError, TypeError, KeyError, RecursionError, OverflowError)
+DAMAGE = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError)
 """What reading a damaged file may raise; InvalidArgument is a ValueError."""
 
 

@@ -105,9 +105,10 @@ def short_list(candidates: Sequence[Plan]) -> list[Plan]:
     serial = [plan for plan in candidates if plan in lanes.values()][:_SERIALS]
     if not serial:
         raise InvalidArgument(argument="candidates", was=f"{len(candidates)} plans", must="plans with a serial one")
-    alike: dict[tuple[str, str, bool], list[Plan]] = {}
+    alike: dict[tuple[object, ...], list[Plan]] = {}
     for plan in candidates:
-        kind = alike.setdefault((plan.name, plan.order, at_once(plan)), [])  # fused gathers are of several kinds
+        of_gathers = (plan.tile, plan.split) if at_once(plan) else ()  # of which there are several kinds
+        kind = alike.setdefault((plan.name, plan.order, *of_gathers), [])
         if not _is_serial(plan) and len(kind) < _ALIKE and all(_is_other(plan, one) for one in kind):
             kind.append(plan)
     others = [kind[at] for at in range(_ALIKE) for kind in alike.values() if at < len(kind)]

@@ -111,9 +111,10 @@ def cache_to_json(found: Sequence[tuple[Path, Entry | None]]) -> list[dict[str, 
 
 def _times(entry: Entry) -> tuple[float | None, float | None]:
     """Measured seconds of the plan and of the fastest serial one."""
-    wanted = entry.plan.name, len(entry.plan.parcels)
-    mine = next((measured for *name, _, measured in entry.trials if tuple(name) == wanted), None)
-    serial = [measured for name, _, _, measured in entry.trials if name.startswith("serial:") and measured is not None]
+    mine = next((measured for digest, *_, measured in entry.trials if digest == entry.plan.digest), None)
+    serial = [
+        measured for _, name, _, _, measured in entry.trials if name.startswith("serial:") and measured is not None
+    ]
     return mine, min(serial, default=None)
 
 
