@@ -183,9 +183,11 @@ def last_arrival(
     if not count:
         return 0.0
     jobs = ranks if shared else 1
-    seconds = {
-        stage: [job_seconds(engines, stage, stages, ranks, shared, part.piece) for part in steps] for stage in stages
+    sizes = {part.piece for part in steps}  # few: most parts are whole chunks
+    by_size = {
+        stage: {piece: job_seconds(engines, stage, stages, ranks, shared, piece) for piece in sizes} for stage in stages
     }
+    seconds = {stage: [by_size[stage][part.piece] for part in steps] for stage in stages}
     host = engines.parcel_seconds(operator)
     first: dict[str, list[float]] = {stage: [] for stage in stages}  # F of the parts that are through
     last: dict[str, list[float]] = {stage: [] for stage in stages}
