@@ -86,10 +86,10 @@ def growth_after_capture() -> tuple[bool, bool, str]:
     group = ut.init()
     fabric = group.fabric
     first = fabric.workspace("peer", 1 << 20)
-    fabric._capturing = lambda: True  # type: ignore[method-assign]
+    fabric.capturing = lambda: True  # type: ignore[method-assign]
     assert fabric.workspace("peer", 100) is first
     refused = sentence(lambda: fabric.workspace("peer", 8 << 20))
-    fabric._capturing = lambda: False  # type: ignore[method-assign]
+    fabric.capturing = lambda: False  # type: ignore[method-assign]
     second = fabric.workspace("peer", 8 << 20)
     alive = sentence(lambda: first.local) == "nothing was raised"
     third = fabric.workspace("peer", 16 << 20)

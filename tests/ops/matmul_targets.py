@@ -235,6 +235,12 @@ def serial_by_collectives(seed: int, part: float) -> int:
         made = group.fabric.kept[id(whole._KEPT)]
         assert {"all_reduce", "reduce_scatter", "all_gather"} == {kind for kind, *_, how in made if how == target}
     _is_rounded_once(group)
+    group.fabric.capturing = lambda: True  # type: ignore[method-assign]
+    assert whole.exchange(group.fabric, "all_reduce", torch.empty(0), [24]) is not None
+    assert whole.exchange(group.fabric, "all_reduce", torch.empty(0), [1 << 22]) is None, "memory made in a capture"
+    whole.LARGE = 1 << 30
+    group.fabric.kept[id(whole._KEPT)].clear()
+    assert whole.exchange(group.fabric, "all_reduce", torch.empty(0), [24]) is None, "a kernel made in a capture"
     return len(found)
 
 
