@@ -59,7 +59,7 @@ class Bench:
 
     def buffer(self, name: str, elements: int) -> Any:
         """A symmetric buffer of at least so many elements; the first ones are used."""
-        from undertow.fabric.base import SymmetricBuffer
+        from undertow.fabric.symmetric import SymmetricBuffer
 
         held = self._buffers.get(name)
         if held is None or held.count < elements:

@@ -33,8 +33,8 @@ import undertow as ut
 from undertow.collective.algorithms import LIBRARY
 from undertow.collective.selection import choose
 from undertow.collective.topology import Topology
-from undertow.fabric.base import SymmetricBuffer
 from undertow.fabric.environment import environment
+from undertow.fabric.symmetric import SymmetricBuffer
 from undertow.fabric.timer import Comparison, GraphClock, compare
 from undertow.kernels.interpret import poll
 from undertow.kernels.signals import report_error

@@ -127,6 +127,16 @@ def two_way_bandwidth(group: ut.Group, nbytes: int = 64 << 20, rounds: int = 5) 
     return 4 * nbytes / statistics.median(group.reduce_max(taken)[1:])
 
 
+def wall_seconds(group: ut.Group, call: Callable[[], object]) -> float:
+    """Seconds of the clock until the last rank is done."""
+    torch.cuda.synchronize()
+    group.barrier()
+    began = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return group.reduce_max([time.perf_counter() - began])[0]
+
+
 class Bench:
     def __init__(self, options: dict[str, Any]) -> None:
         self.group = ut.init()
@@ -136,14 +146,7 @@ class Bench:
         self._ahead = AtOnce(self.group) if options["ahead"] else None
 
     def timed(self, call: Callable[[], object]) -> float:
-        if self._ahead is not None:
-            return self._ahead.seconds(call)
-        torch.cuda.synchronize()
-        self.group.barrier()
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        return self.group.reduce_max([time.perf_counter() - began])[0]
+        return self._ahead.seconds(call) if self._ahead is not None else wall_seconds(self.group, call)
 
     def captured(self, call: Callable[[], object]) -> Callable[[], object]:
         call()

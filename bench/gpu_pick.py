@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_overlap import CALLS, OPERATORS, N, bare_communication, two_way_bandwidth
+from at_once import AtOnce
+from gpu_overlap import CALLS, OPERATORS, N, bare_communication, two_way_bandwidth, wall_seconds
 
 import undertow as ut
 from undertow.fabric import profile
@@ -52,7 +53,6 @@ COUNTS = (4, 6, 8, 10, 12, 16, 24)
 ALL_ROUNDS, ROUNDS = 2, 7
 CLEARLY, STILL = 1.10, 1.05  # times the fastest: who is slower than that leaves after two rounds, and after four
 AUTO = "auto"
-AHEAD_CYCLES = 25_000_000  # more than 10 ms on GPUs of today
 PLANNED = "serial, planned"
 CHUNKS = "chunks, planned"
 BEYOND = ("best", AUTO, PLANNED, CHUNKS)  # not among the fixed ones
@@ -84,7 +84,7 @@ def fixed_candidates(problem: Problem, machine: Machine) -> dict[str, Plan]:
 class Bench:
     def __init__(self, options: dict[str, Any]) -> None:
         self.group = ut.init()
-        self._ahead = options["ahead"]
+        self._ahead = AtOnce(self.group) if options["ahead"] else None
         self._started = options["started"]  # by the clock that all processes of a machine share
         fabric = self.group.fabric
         fabric.lane(LANE)
@@ -95,32 +95,23 @@ class Bench:
         content, pairs = profile.measure(self.group, quick=True, only=(LANE,))
         machine = sharpen(Machine.from_dict({"format": FORMAT, **content}), pairs, self.group, quick=True)
         machine = Machine.from_dict(self.group.exchange(machine.to_dict(), "the machine")[0])
-        if self._ahead and machine.engines is not None:
+        if self._ahead is not None and machine.engines is not None:
             machine = replace(machine, engines=machine.engines.ahead)
         return machine
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Device time of the slowest rank; a message between all of them lets ranks begin together."""
+        if self._ahead is not None:
+            return self._ahead.seconds(call)
         torch.cuda.synchronize()
         self.group.barrier()
         self._align()
-        if self._ahead:
-            torch.cuda._sleep(AHEAD_CYCLES)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
         end.record()
         end.synchronize()
         return self.group.reduce_max([start.elapsed_time(end) * 1e-3])[0]
-
-    def wall(self, call: Callable[[], object]) -> float:
-        """Seconds of the clock until the last rank is done."""
-        torch.cuda.synchronize()
-        self.group.barrier()
-        began = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        return self.group.reduce_max([time.perf_counter() - began])[0]
 
     def spent(self) -> float:
         """Seconds since the start; the same on all ranks."""
@@ -186,7 +177,9 @@ class Bench:
         running = list(calls)
         for turn in range(ROUNDS):
             for name in running:
-                taken[name].append((self.wall if name == "gemm" else self.seconds)(calls[name]))
+                taken[name].append(
+                    self.seconds(calls[name]) if name != "gemm" else wall_seconds(self.group, calls[name])
+                )
             if turn + 1 in (ALL_ROUNDS, ALL_ROUNDS + 2):
                 limit = CLEARLY if turn + 1 == ALL_ROUNDS else STILL
                 fastest = min(min(taken[name]) for name in running if name not in ALONE)

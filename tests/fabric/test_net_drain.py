@@ -19,8 +19,8 @@ import torch.distributed as dist
 from no_driver import imported
 
 from undertow.fabric import net_drain
-from undertow.fabric.base import SymmetricBuffer
 from undertow.fabric.proxy import Post
+from undertow.fabric.symmetric import SymmetricBuffer
 
 PIECE = net_drain._PIECE
 PATIENCE = 10.0

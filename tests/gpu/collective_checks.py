@@ -24,7 +24,8 @@ from undertow.collective.contract import Contract
 from undertow.collective.language import INPUT
 from undertow.collective.schedule import Schedule
 from undertow.errors import InvalidArgument
-from undertow.fabric.base import SymmetricBuffer, poison
+from undertow.fabric.base import poison
+from undertow.fabric.symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:  # importing it needs a GPU's driver
     from undertow.collective.cuda_runtime import CudaExecutable

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import undertow as ut
 from undertow.errors import AllocationFailed, StrategyUnavailable
-from undertow.fabric.base import SymmetricBuffer
+from undertow.fabric.symmetric import SymmetricBuffer
 from undertow.ops import choose
 from undertow.ops import matmul_all_reduce as reduce
 from undertow.ops import matmul_reduce_scatter as scatter

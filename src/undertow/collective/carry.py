@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InvalidArgument
-from ..fabric.base import Incoming, Outgoing, SymmetricBuffer
+from ..fabric.base import Incoming, Outgoing
+from ..fabric.symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric, Lane

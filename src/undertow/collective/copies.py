@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InvalidArgument
-from ..fabric.base import SymmetricBuffer
+from ..fabric.symmetric import SymmetricBuffer
 from ..plan.plan import split
 from .carry import Carrier
 from .cpu_runtime import Whole

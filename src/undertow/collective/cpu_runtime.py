@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidArgument, RankLost
 from ..fabric import timeline
-from ..fabric.base import SymmetricBuffer
 from ..fabric.flight import FlightRing
+from ..fabric.symmetric import SymmetricBuffer
 from . import cpu_interpreter as interpreter
 from . import cpu_sums as sums
 from .bind import (

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
-from ..fabric.base import SymmetricBuffer
+from ..fabric.symmetric import SymmetricBuffer
 from .bind import (
     FIRST_WORKSPACE,
     MY_INPUT,

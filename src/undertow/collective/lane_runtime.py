@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from ..errors import InvalidArgument
-from ..fabric.base import SymmetricBuffer
 from ..fabric.net import NetLane
 from ..fabric.signals import Handoffs
+from ..fabric.symmetric import SymmetricBuffer
 from . import lane_plan as plan
 from .bind import FIRST_WORKSPACE, SCRATCH, bind, waits_for_kernels, workspace_bytes
 from .cpu_runtime import Whole

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from ..errors import InvalidArgument
-from ..fabric.base import SymmetricBuffer
+from ..fabric.symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..fabric.base import SymmetricBuffer, poison
+from ..fabric.base import poison
+from ..fabric.symmetric import SymmetricBuffer
 from .contract import Contract
 from .language import INPUT, OUTPUT
 

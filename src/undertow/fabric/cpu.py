@@ -14,10 +14,11 @@ import torch
 
 from .. import errors
 from . import atomics
-from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
+from .base import WORD_STRIDE, Fabric, Lane, Stream
 from .segment import Segment
 from .share import on_threads
 from .signals import Signals
+from .symmetric import SymmetricBuffer
 from .transfer import destination_address
 from .turns import ask_for_short_turns
 

@@ -19,7 +19,8 @@ import torch
 
 from .. import errors, settings
 from . import atomics, timeline
-from .base import Lane, SymmetricBuffer, needed
+from .base import Lane, needed
+from .symmetric import SymmetricBuffer
 from .transfer import destination_address
 from .turns import ask_for_short_turns
 

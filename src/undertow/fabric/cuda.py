@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from .. import errors, settings
 from . import atomics, green, sharers, stream_memory, torch_symmetric
-from .base import WORD_STRIDE, Fabric, Lane, Stream, SymmetricBuffer
+from .base import WORD_STRIDE, Fabric, Lane, Stream
 from .gate import Gate
 from .in_order import Turns
 from .joined import Joined
@@ -24,6 +24,7 @@ from .pinned import PinnedSegment
 from .share import bounded_grids, on_multiprocessors
 from .signals import Signals, Step
 from .stream_guard import StreamGuard
+from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
     from .group import Group

@@ -16,9 +16,10 @@ import torch
 
 from ..errors import InvalidArgument
 from . import stream_memory, timeline
-from .base import Incoming, Lane, Outgoing, SymmetricBuffer, needed
+from .base import Incoming, Lane, Outgoing, needed
 from .pinned import PinnedSegment
 from .stream_memory import Rows
+from .symmetric import SymmetricBuffer
 from .transfer import destination_address
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from ..errors import InvalidArgument, UndertowError
 from . import timeline
-from .base import Incoming, Lane, Outgoing, SymmetricBuffer
+from .base import Incoming, Lane, Outgoing
+from .symmetric import SymmetricBuffer
 from .works import InThread
 
 if TYPE_CHECKING:

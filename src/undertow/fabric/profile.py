@@ -17,9 +17,10 @@ import torch
 
 from ..errors import StrategyUnavailable
 from . import logs
-from .base import Fabric, Lane, SymmetricBuffer
+from .base import Fabric, Lane
 from .environment import cpu_model, environment, usable_cores
 from .group import Group
+from .symmetric import SymmetricBuffer
 from .timeline import Recorder
 from .timer import compare
 

@@ -22,10 +22,11 @@ import torch
 from .. import errors
 from ..kernels import ring_layout
 from . import atomics
-from .base import Fabric, SymmetricBuffer
+from .base import Fabric
 from .logs import get_logger
 from .segment import Segment
 from .signals import Signals
+from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
     from .group import Group

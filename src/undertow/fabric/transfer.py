@@ -9,7 +9,7 @@ from .. import errors
 if TYPE_CHECKING:
     import torch
 
-    from .base import SymmetricBuffer
+    from .symmetric import SymmetricBuffer
 
 
 def destination_address(buffer: SymmetricBuffer, peer: int, start: int, source: torch.Tensor) -> int:

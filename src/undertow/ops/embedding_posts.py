@@ -47,7 +47,7 @@ from .embedding_peers import MOST_PARCELS, Exchange, Result
 from .overlap import half_way
 
 if TYPE_CHECKING:
-    from ..fabric.base import SymmetricBuffer
+    from ..fabric.symmetric import SymmetricBuffer
     from ..plan.plan import Plan
 
 _HALVES = 2

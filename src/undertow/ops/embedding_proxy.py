@@ -28,7 +28,8 @@ from .overlap import half_way
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..fabric.base import Fabric, SymmetricBuffer
+    from ..fabric.base import Fabric
+    from ..fabric.symmetric import SymmetricBuffer
 
 _CALLS = 2
 _POSTS: dict[str, object] = {"dma": object(), "net": object()}  # names of what is kept with a fabric

@@ -33,9 +33,10 @@ from ..plan import fused
 from .finish import FUNCTIONS, Finish
 
 if TYPE_CHECKING:
-    from ..fabric.base import Fabric, SymmetricBuffer
+    from ..fabric.base import Fabric
     from ..fabric.group import Group
     from ..fabric.signals import Signals
+    from ..fabric.symmetric import SymmetricBuffer
     from ..plan.plan import Plan
     from ..plan.problem import Problem
     from .beside import Arriving

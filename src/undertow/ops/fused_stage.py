@@ -23,8 +23,8 @@ from ..plan import fused
 from .overlap import half_way
 
 if TYPE_CHECKING:
-    from ..fabric.base import SymmetricBuffer
     from ..fabric.joined import Joined
+    from ..fabric.symmetric import SymmetricBuffer
 
 _STAGES, _LOADED = object(), object()  # names of what is kept with a fabric
 _ROUND = 1 << 20  # elements: a small stage is made twice as large as asked, up to this

@@ -38,7 +38,8 @@ from ..errors import InvalidArgument, WorkspaceTooSmall
 if TYPE_CHECKING:
     from ..collective.cuda_runtime import CudaExecutable
     from ..collective.runtime import Executable
-    from ..fabric.base import Fabric, Lane, SymmetricBuffer
+    from ..fabric.base import Fabric, Lane
+    from ..fabric.symmetric import SymmetricBuffer
     from ..plan.plan import Plan
     from .beside import Beside
 

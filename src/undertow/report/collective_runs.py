@@ -17,10 +17,10 @@ from ..collective.cpu_runtime import CpuExecutable, stride_for
 from ..collective.schedule import Schedule
 from ..collective.trial import Trial, equal_spans, spans_of_buffer
 from ..errors import InvalidArgument
-from ..fabric.base import SymmetricBuffer
 from ..fabric.group import Group
 from ..fabric.launch import launch
 from ..fabric.registry import init
+from ..fabric.symmetric import SymmetricBuffer
 from .collective import form_in_words, ranks_in_words
 
 if TYPE_CHECKING:
