@@ -10,14 +10,13 @@ import pytest
 from plan_machines import VIRTUAL_NODE
 
 from undertow.errors import InvalidArgument
-from undertow.plan import brought, fused
+from undertow.plan import fused
 from undertow.plan.defaults import default_plan, fused_plan
 from undertow.plan.machine import Machine
 from undertow.plan.plan import Plan, Share
 from undertow.plan.predict import predict
 from undertow.plan.problem import Problem
 from undertow.plan.search import fused_plans, ranked
-from undertow.plan.tuner import short_list
 
 MACHINE = Machine.from_dict(VIRTUAL_NODE)
 SHARDS = ((5, 5, 5), (7, 0, 3, 1), (1, 1), (0, 9), (16, 16, 16, 16), (33, 2))
@@ -258,160 +257,6 @@ def test_a_plan_that_no_kernel_has_is_refused(changes: dict[str, object], field:
     plan.check(asked)
     with pytest.raises(InvalidArgument, match=rf"plan\.{field}"):
         replace(plan, **changes).check(asked)  # type: ignore[arg-type]
-
-
-def test_only_a_gpu_with_tma_has_rows_brought_by_other_ctas() -> None:
-    asked = problem("all_gather_matmul")
-    plan = replace(fused_plan(asked, "peer"), order="rotated")
-    plan.check(asked)
-    assert fused.brought(asked, plan)
-    for other in (
-        replace(asked, bulk=False),
-        problem("all_gather_matmul", device="cpu"),
-        problem("matmul_reduce_scatter"),
-    ):
-        with pytest.raises(InvalidArgument, match=r"plan\.order"):
-            replace(fused_plan(other, "peer"), order="rotated").check(other)
-
-
-@pytest.mark.parametrize(("m", "ranks", "usual"), [
-    (256, 4, False), (512, 4, False), (1000, 4, False), (1024, 4, True), (2048, 4, True), (8192, 4, True),
-    (512, 8, False), (1024, 8, False), (2048, 8, True),
-])  # fmt: skip
-def test_pulled_rows_of_two_bands_are_brought_beside_and_both_ways_are_tried(m: int, ranks: int, usual: bool) -> None:
-    asked = problem("all_gather_matmul", m=m, ranks=ranks, shards=(m // ranks,) * ranks, together=True)
-    plan = fused_plan(asked, "peer")
-    assert fused.brought(asked, plan) == usual
-    if usual:
-        assert (plan.share, plan.pull) == (Share(33, 1), True)
-    apart = replace(asked, together=False)
-    assert not fused.brought(apart, fused_plan(apart, "peer"))  # pushed rows: only where a plan says so
-    assert not fused.brought(replace(asked, bulk=False), fused_plan(replace(asked, bulk=False), "peer"))
-    for one in (asked, apart):
-        found = fused_plans(one)
-        assert found[0] == fused_plan(one, "peer")
-        for candidate in found:
-            candidate.check(one)
-            assert Plan.from_json(candidate.to_json()) == candidate
-        assert {fused.brought(one, other) for other in found} == ({True, False} if usual or one.together else {False})
-    uneven = replace(asked, m=m + 100, shards=(m // ranks + 100, *asked.shards[1:]))
-    assert fused.brought(uneven, fused_plan(uneven, "peer")) == usual  # the shortest shard counts
-
-
-def test_both_kernels_of_a_gather_are_measured() -> None:
-    for m in (512, 1024, 8192):
-        asked = problem("all_gather_matmul", m=m, n=2560, together=True)
-        listed = short_list([plan for plan, _ in ranked(asked, MACHINE, ["peer"])])
-        assert {fused.brought(asked, plan) for plan in listed if plan.grain == "fused"} == {True, False}
-        assert fused_plan(asked, "peer") in listed
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "wanted"),
-    [
-        (512, 2560, [((128, 256), 0), ((128, 128), 0), ((128, 256), 4)]),  # 40 tiles on 32 CTAs: 8 of them in 4 parts
-        (512, 14336, [((128, 256), 0)]),  # 224: 7 full waves
-        (512, 9216, [((128, 256), 0), ((128, 128), 0), ((128, 256), 2)]),  # 144: 16 in 2; 288 narrow ones: 9 waves
-        (1024, 2560, [((128, 256), 0), ((128, 128), 0), ((128, 256), 2)]),
-        (2048, 2560, []),
-    ],
-)
-def test_few_rows_are_brought_by_all_and_tried_where_waves_are_fuller(
-    m: int, n: int, wanted: list[tuple[tuple[int, int], int]]
-) -> None:
-    asked = problem("all_gather_matmul", m=m, n=n, together=True)
-    found = [plan for plan in fused_plans(asked) if fused.at_once(plan)]
-    assert [(plan.tile, plan.split) for plan in found] == wanted
-    usual = predict(asked, found[0], MACHINE).gemm if found else 0.0
-    for plan in found:
-        assert (plan.share, fused.multiplying(32, plan)) == (Share(32, 32), 32)
-        assert -(-asked.k // plan.piece) == 16  # 256 columns each: K of 4096 has no more
-        assert plan == found[0] or predict(asked, plan, MACHINE).gemm < usual
-        for parts in (1, 3, 16):
-            with pytest.raises(InvalidArgument, match=r"plan\.split"):
-                replace(plan, split=parts).check(asked)
-    if m > 512:
-        with pytest.raises(InvalidArgument, match=r"plan\.split"):
-            replace(fused_plan(asked, "peer"), split=4).check(asked)
-    other = problem("matmul_reduce_scatter")
-    with pytest.raises(InvalidArgument, match=r"plan\.tile"):
-        replace(fused_plan(other, "peer"), tile=fused.NARROW_TILE).check(other)
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2, 15, 32, 132])
-@pytest.mark.parametrize("tiles", [0, 1, 5, 40, 80, 144])
-def test_the_parts_of_the_last_tiles_find_a_cta_each(tiles: int, workers: int) -> None:
-    parts = brought.split_of(tiles, workers)
-    plan = replace(plan_of((128, 256), 8), split=parts)
-    last = brought.last_tiles(tiles, workers, plan)
-    assert last * parts <= workers
-    assert (last > 0) == (parts > 0)
-    if parts:
-        assert (tiles - last) % workers == 0
-        assert parts == 8 or 2 * parts * last > workers
-    for other in brought.SPLITS:  # a rank with other columns
-        assert brought.last_tiles(tiles, workers, replace(plan, split=other)) * other <= workers
-
-
-def test_how_rows_are_brought_is_told() -> None:
-    many, few = (problem("all_gather_matmul", m=m, n=2560, together=True) for m in (8192, 512))
-    said = {brought.way(many.operator, plan) for plan in (*fused_plans(many), *fused_plans(few))}
-    assert {
-        "rows pulled, brought by 1 of 33 CTAs while the others multiply own ones",
-        "rows pulled, brought by all 32 CTAs before they multiply",
-        "rows pulled, brought by all 32 CTAs before they multiply, K of the last tiles in 4 parts",
-        "rows pulled by 8 of 32 CTAs before they multiply",
-        "rows pushed by 32 of 32 CTAs before they multiply",
-    } <= said
-    assert brought.way("matmul_reduce_scatter", fused_plan(problem("matmul_reduce_scatter"), "peer")) == ""
-    assert brought.way(many.operator, default_plan(many, "serial", "peer")) == ""
-    on_cpu = problem("all_gather_matmul", device="cpu")
-    assert brought.way(many.operator, fused_plan(on_cpu, "peer")) == ""
-
-
-@pytest.mark.parametrize("shards", [one for one in SHARDS if min(one) > 0])
-@pytest.mark.parametrize("pull", [True, False])
-def test_brought_rows_are_those_of_a_gather_with_own_tiles_first(shards: tuple[int, ...], pull: bool) -> None:
-    plan = replace(plan_of((4, 5), 2), pull=pull)
-    for rank in range(len(shards)):
-        table, own = brought.table(shards, 13, plan, rank), brought.own_tiles(shards, 13, plan, rank)
-        other = fused.gather_table(shards, 13, plan, rank)
-        assert sorted(map(tuple, table.tolist())) == sorted(map(tuple, other.tolist()))
-        assert (table[:own, fused.BAND_LINE] == fused.OWN).all()
-        assert (table[own:, fused.BAND_LINE] >= 0).all()
-
-
-@pytest.mark.parametrize("shards", [one for one in SHARDS if min(one) > 0])
-def test_rows_that_all_bring_at_once_are_read_where_they_are_kept(shards: tuple[int, ...]) -> None:
-    """The tiles of `gather_table`, in groups over the ends of shards, own ones with the line of their band, too."""
-    plan = replace(plan_of((4, 5), 8), pull=True, order="rotated", share=Share(4, 4))
-    for rank in range(len(shards)):
-        table, told = brought.table(shards, 13, plan, rank), fused.push_table(shards, plan, rank)
-        other = fused.gather_table(shards, 13, plan, rank)
-        assert brought.own_tiles(shards, 13, plan, rank) == 0
-        kept = {one[4]: (one[0], one[1]) for one in told.tolist() if one[6] <= rank < one[6] + one[7]}
-        for one, same in zip(table.tolist(), other.tolist(), strict=True):
-            own = one[fused.SOURCE] == rank
-            assert [*one[: fused.BAND_LINE], one[fused.SOURCE]] == [*same[: fused.BAND_LINE], same[fused.SOURCE]]
-            assert one[fused.BAND_LINE] >= 0
-            assert not own or kept[one[fused.BAND_LINE]] == (one[fused.ROW], one[fused.ROWS])
-    alone = brought.table((9,), 13, plan, 0)
-    assert brought.own_tiles((9,), 13, plan, 0) == len(alone)
-    assert (alone[:, fused.BAND_LINE] == fused.OWN).all()
-
-
-@pytest.mark.parametrize("steps", range(1, 12))
-@pytest.mark.parametrize("stages", [2, 3, 4, 5])
-def test_rows_are_waited_for_before_their_first_load_is_issued(steps: int, stages: int) -> None:
-    """Loads of up to `stages` steps are under way at the end of a step, however the compiler orders them in it."""
-    ahead = brought.early(steps, stages)
-    waited = ahead - 1  # of the tiles of a CTA, before its loop
-    issued = -1
-    for step in range(20 * steps):
-        issued = max(issued, step + stages)
-        assert issued // steps <= waited, (step, issued)
-        if step % steps == steps - 1:  # the end of a tile
-            waited = max(waited, step // steps + ahead)
 
 
 def test_only_a_gpu_pulls_and_only_rows() -> None:
