@@ -58,6 +58,21 @@ def test_copy_of_typed_rows() -> None:
     assert torch.equal(destination, source)
 
 
+@pytest.mark.parametrize("ctas", [1, 5])
+@pytest.mark.parametrize("offset", [0, 4, 3])
+@pytest.mark.parametrize(
+    "sizes", [(), (40,), (17, 0), (4099, 1, 33), (16, 32, 48, 64), (2 * BLOCK_BYTES + 5, *range(90, 98))]
+)
+def test_several_copies_move_every_byte_and_no_other(sizes: tuple[int, ...], offset: int, ctas: int) -> None:
+    sources = [noise(size + offset)[offset:] for size in sizes]
+    whole = [torch.full((size + 64,), 0xA5, dtype=torch.uint8) for size in sizes]
+    move.copy_all([(one[32:-32], source) for one, source in zip(whole, sources, strict=True)], ctas)
+    for one, source in zip(whole, sources, strict=True):
+        assert torch.equal(one[32:-32], source)
+        assert (one[:32] == 0xA5).all()
+        assert (one[-32:] == 0xA5).all()
+
+
 def test_copy_refuses_what_it_cannot_do() -> None:
     with pytest.raises(InvalidArgument, match="destination is 3 bytes, but must be 4 bytes"):
         move.copy(torch.zeros(3, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8), 1)

@@ -17,14 +17,19 @@ COPIES: list[tuple[Any, dict[str, Any]]] = [
     (move.copy_and_signal_kernel, {"ADD": False}),
     (move.wait_and_copy_kernel, {"AHEAD": 0}),
     (move.wait_and_copy_kernel, {"AHEAD": 1}),
+    (move.copies_kernel, {"COUNT": 3}),
+    (move.copies_kernel, {"COUNT": move.MOST_COPIES}),
 ]
 
 
 def compiled_copy(kernel: Any, constexprs: dict[str, Any], alignment: int, target: str) -> CompiledKernel:
     types = dict.fromkeys(kernel.arg_names, "*i32")
-    types |= {"byte_count": "i64", "amount": "i32", "deadline_ns": "i64"}
-    if alignment == 1:
-        types |= {"destination": "*i8", "source": "*i8"}
+    types |= {"amount": "i32", "deadline_ns": "i64"}
+    for name in types:
+        if name.startswith("byte_count"):
+            types[name] = "i64"
+        elif alignment == 1 and name.startswith(("destination", "source")):
+            types[name] = "*i8"
     constants = {**constexprs, "ALIGNMENT": alignment, "BLOCK": move.COPY_BLOCK}
     return compile_kernel(kernel, types, constants, target, num_warps=move.COPY_WARPS)
 

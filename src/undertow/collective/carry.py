@@ -65,10 +65,10 @@ class Carrier:
     def receive(self, parcel: int, outs: Sequence[torch.Tensor], shared: bool = False) -> None:
         """outs[s] = what rank s sent in this parcel (or shared); the one of this rank is left as it is."""
         incoming = self._incoming(_SEND, parcel, [one.numel() for one in outs], outs, shared)
-        for one, view in zip(incoming, self._lane.exchange([], incoming), strict=True):
-            if not self._lane.lands_anywhere:
-                outs[one.peer].copy_(view)
-            self._lane.free(one.peer, one.slot)
+        views = self._lane.exchange([], incoming)
+        if not self._lane.lands_anywhere:
+            self._lane.unload([(outs[one.peer], view) for one, view in zip(incoming, views, strict=True)])
+        self._lane.free_all(incoming)
 
     def give(self, parcel: int, pieces: Sequence[torch.Tensor]) -> None:
         """pieces[d] to rank d, which takes them by `reduce`; the one for this rank stays."""
@@ -82,8 +82,7 @@ class Carrier:
             return
         parts = {self._rank: mine, **{one.peer: view for one, view in zip(incoming, arrived, strict=True)}}
         combine([parts[rank] for rank in range(self._size)])
-        for one in incoming:
-            self._lane.free(one.peer, one.slot)
+        self._lane.free_all(incoming)
 
     def _outgoing(self, kind: int, parcel: int, pieces: Sequence[torch.Tensor]) -> list[Outgoing]:
         ahead = [(self._rank + step) % self._size for step in range(1, self._size)]

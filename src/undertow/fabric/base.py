@@ -122,6 +122,16 @@ class Lane(ABC):
     def free(self, peer: int, slot: int) -> None:
         """I have read what `peer` sent to `slot`."""
 
+    def free_all(self, incoming: Sequence[Incoming]) -> None:
+        """I have read all of these."""
+        for one in incoming:
+            self.free(one.peer, one.slot)
+
+    def unload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """What came in, out of its place: (contiguous destination, flat view), in my own memory."""
+        for out, view in copies:
+            out.view(-1).copy_(view)
+
     def limit(self, ctas: int | None) -> None:  # noqa: B027 - most lanes take no SM
         """Let copies take so many CTAs from now on; None for the lane's own choice."""
 
@@ -138,8 +148,7 @@ class Lane(ABC):
 
         Their messages pass those of `send`: the two keep no order between them.
         """
-        for peer in peers:
-            self.exchange([Outgoing(peer, source, buffer, start, slot)], [])
+        self.exchange([Outgoing(peer, source, buffer, start, slot) for peer in peers], [])
 
     def flush(self) -> None:  # noqa: B027 - nothing to do where `send` completes in order
         """After this, in the caller's order, sources of earlier sends may be overwritten."""

@@ -18,6 +18,7 @@ from ..errors import InvalidArgument
 from . import stream_memory, timeline
 from .base import Incoming, Lane, Outgoing, needed
 from .pinned import PinnedSegment
+from .signals import Step
 from .stream_memory import Rows
 from .symmetric import SymmetricBuffer
 from .transfer import destination_address
@@ -49,6 +50,8 @@ class PeerLane(Lane):
 
         self._move = move
         self._pairs = fabric.handoffs()
+        self._guard, self._device = fabric.guard, fabric.device
+        self._stops: dict[tuple[object, ...], bytes] = {}  # made once: packing costs the host more than enqueueing
         self.ctas = PEER_CTAS
         move.warm_up(fabric.device)  # a kernel loaded for the first time behind a waiting stream would hang
         fabric.group.barrier()
@@ -60,22 +63,59 @@ class PeerLane(Lane):
         self.ctas = PEER_CTAS if ctas is None else ctas
 
     def send(self, peer: int, source: torch.Tensor, buffer: SymmetricBuffer, start: int, slot: int) -> None:
-        destination_address(buffer, peer, start, source)
-        destination = buffer.peer(peer).view(-1)[start : start + source.numel()]
-        self._pairs.claim(peer, slot)
-        with timeline.event("copy", engine=self.name, bytes=source.nbytes, to=peer):
-            self._move.copy(destination, source.view(-1), self.ctas)
-        self._pairs.deliver(peer, slot)  # the stream's write follows the kernel and releases its stores
+        self.exchange([Outgoing(peer, source, buffer, start, slot)], [])
 
     def receive(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> torch.Tensor:
-        self._pairs.accept(peer, slot)
-        return buffer.local.view(-1)[start : start + count]
+        return self.exchange([], [Incoming(peer, buffer, start, count, slot)])[0]
+
+    def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
+        """One kernel copies to all peers; before and after it the stream stops once, not once for every peer.
+
+        So all places must be free before the first is written. They were read by calls before this one, which wait
+        for nothing of this one.
+        """
+        if outgoing:
+            copies = [(_destination(one), one.source.view(-1)) for one in outgoing]
+            self._stop(self._pairs.claiming, outgoing)
+            total, peers = sum(one.source.nbytes for one in outgoing), [one.peer for one in outgoing]
+            with timeline.event("copy", engine=self.name, bytes=total, to=peers[0] if len(peers) == 1 else peers):
+                self._move.copy_all(copies, self.ctas)
+            self._stop(self._pairs.delivering, outgoing)  # the stream's writes follow the kernel and release its stores
+        if incoming:
+            self._stop(self._pairs.accepting, incoming)
+        return [one.place() for one in incoming]
+
+    def unload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._move.copy_all([(out.view(-1), view) for out, view in copies if view.numel()], self.ctas)
 
     def free(self, peer: int, slot: int) -> None:
         self._pairs.free(peer, slot)
 
+    def free_all(self, incoming: Sequence[Incoming]) -> None:
+        self._stop(self._pairs.freeing, incoming)
+
+    def _stop(
+        self, steps: Callable[[int, int], tuple[Step, ...]], messages: Sequence[Outgoing] | Sequence[Incoming]
+    ) -> None:
+        """One stop of the current stream, for all of these messages."""
+        if not messages:
+            return
+        key = (steps.__name__, *((one.peer, one.slot) for one in messages))
+        packed = self._stops.get(key)
+        if packed is None:
+            every = [step for one in messages for step in steps(one.peer, one.slot)]
+            packed = self._stops[key] = self._pairs.packed(every)
+        self._guard.perform(stream_memory.current_stream(self._device), packed)
+
     def close(self) -> None:
         self._pairs.release()
+
+
+def _destination(one: Outgoing) -> torch.Tensor:
+    """The place of a message in the peer's memory; refused if it is not inside."""
+    buffer = needed(one.buffer)
+    destination_address(buffer, one.peer, one.start, one.source)
+    return buffer.peer(one.peer).view(-1)[one.start : one.start + one.source.numel()]
 
 
 class CopyLane(Lane):

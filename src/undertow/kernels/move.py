@@ -10,6 +10,8 @@ form for both ends of a channel with one slot, safe under graph replay because e
     receiver  waits until `full` reaches its epoch + 1    copies out of the slot    sets `empty` to epoch + 1
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -31,19 +33,27 @@ _VECTOR = tl.constexpr(16)  # bytes of the widest access
 # 32 KB in flight for each CTA: four 16-byte loads in each of 512 threads, enough to cover a peer's latency.
 COPY_WARPS = 16
 COPY_BLOCK = 2048
+MOST_COPIES = 8  # of one launch
+_FEW_COPIES = 3  # as the three others of four ranks need
 SUM_WARPS = 8
 SUM_BLOCK = 2048
 
 
 @triton.jit
-def _copy_range(destination, source, byte_count, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+def _copy_range(
+    destination, source, byte_count, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr, PART: tl.constexpr = 0,
+    PARTS: tl.constexpr = 1,
+):  # fmt: skip
     """This program's part of a copy of `byte_count` (int64) bytes. Ordinary loads and stores; orders nothing.
 
     ALIGNMENT 16 or 4: the pointers are int32 and a block is BLOCK rows of four words, each row one 16-byte access or
-    four 4-byte ones. ALIGNMENT 1: the pointers are int8 and a block is BLOCK bytes.
+    four 4-byte ones. ALIGNMENT 1: the pointers are int8 and a block is BLOCK bytes. PART of PARTS: which of several
+    copies this is: each begins with another program, so that small ones do not all fall to the first.
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
+    if PART > 0:
+        program = (program + PART * programs // PARTS) % programs
     if ALIGNMENT >= 4:
         rows = tl.arange(0, BLOCK)
         offsets = rows[:, None] * 4 + tl.arange(0, 4)[None, :]
@@ -72,6 +82,28 @@ def _copy_range(destination, source, byte_count, ALIGNMENT: tl.constexpr, BLOCK:
 def copy_kernel(destination, source, byte_count: tl.int64, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
     """Copy bytes. Ordered by the launch only: the end of the kernel publishes the copy."""
     _copy_range(destination, source, byte_count, ALIGNMENT, BLOCK)
+
+
+@triton.jit(
+    do_not_specialize=[f"{name}{one}" for name in ("destination", "source", "byte_count") for one in range(MOST_COPIES)]
+)
+def copies_kernel(
+    destination0, destination1, destination2, destination3, destination4, destination5, destination6, destination7,
+    source0, source1, source2, source3, source4, source5, source6, source7,
+    byte_count0: tl.int64, byte_count1: tl.int64, byte_count2: tl.int64, byte_count3: tl.int64,
+    byte_count4: tl.int64, byte_count5: tl.int64, byte_count6: tl.int64, byte_count7: tl.int64,
+    COUNT: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first COUNT copies, none of which reads what another writes. Ordered by the launch only, as `copy_kernel`."""
+    destinations = (
+        destination0, destination1, destination2, destination3, destination4, destination5, destination6, destination7,
+    )  # fmt: skip
+    sources = source0, source1, source2, source3, source4, source5, source6, source7
+    byte_counts = (
+        byte_count0, byte_count1, byte_count2, byte_count3, byte_count4, byte_count5, byte_count6, byte_count7,
+    )  # fmt: skip
+    for one in tl.static_range(COUNT):
+        _copy_range(destinations[one], sources[one], byte_counts[one], ALIGNMENT, BLOCK, one, COUNT)
 
 
 @triton.jit(do_not_specialize=["destination", "source", "byte_count", "ticket", "signal", "amount"])
@@ -180,11 +212,13 @@ def _alignment(*addresses: int) -> int:
     return next(width for width in (16, 4, 1) if all(address % width == 0 for address in addresses))
 
 
-def _views(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _views(
+    destination: torch.Tensor, source: torch.Tensor, widest: int = 16
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Both ends with the pointer type of `_copy_range`, the number of bytes, and the alignment that chose the type.
 
     The kernels leave all alignment to this choice and specialise nothing by value, so that ranks never compile a
-    different variant of the same call.
+    different variant of the same call. `widest`: the most that other copies of the same launch allow.
     """
     for name, tensor in (("destination", destination), ("source", source)):
         if not tensor.is_contiguous():
@@ -193,7 +227,7 @@ def _views(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tenso
     if destination.numel() * destination.element_size() != size:
         was = f"{destination.numel() * destination.element_size()} bytes"
         raise InvalidArgument(argument="destination", was=was, must=f"{size} bytes, as the source")
-    alignment = _alignment(destination.data_ptr(), source.data_ptr()) if size >= _VECTOR.value else 1
+    alignment = _alignment(destination.data_ptr(), source.data_ptr(), widest) if size >= _VECTOR.value else 1
     ends = [tensor.view(-1).view(torch.uint8) for tensor in (destination, source)]
     words = size // 4 * 4
     ends = [end[:words].view(torch.int32) if alignment >= 4 else end.view(torch.int8) for end in ends]
@@ -215,6 +249,32 @@ def copy(destination: torch.Tensor, source: torch.Tensor, ctas: int) -> None:
     """Copy the bytes of `source` to `destination` (either may be a peer's) with at most `ctas` CTAs."""
     to, by, size, alignment = _views(destination, source)
     copy_kernel[_copy_grid(size, alignment, ctas)](to, by, size, alignment, COPY_BLOCK, num_warps=COPY_WARPS)
+
+
+def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], ctas: int) -> None:
+    """Copy the bytes of several (destination, source), as many as fit in each launch, with at most `ctas` CTAs.
+
+    No copy may read what another writes, nor two write the same.
+    """
+    for first in range(0, len(copies), MOST_COPIES):
+        some = copies[first : first + MOST_COPIES]
+        if len(some) == 1:
+            copy(*some[0], ctas)
+            continue
+        widest = min(_views(*one)[3] for one in some)
+        views = [_views(*one, widest) for one in some]
+        count = _FEW_COPIES if len(some) <= _FEW_COPIES else MOST_COPIES
+        views += [(*views[0][:2], 0, widest)] * (MOST_COPIES - len(some))  # of no byte
+        grid = _copy_grid(sum(size for _, _, size, _ in views), widest, ctas)
+        copies_kernel[grid](
+            *(to for to, _, _, _ in views),
+            *(by for _, by, _, _ in views),
+            *(size for _, _, size, _ in views),
+            COUNT=count,
+            ALIGNMENT=widest,
+            BLOCK=COPY_BLOCK,
+            num_warps=COPY_WARPS,
+        )
 
 
 def copy_and_signal(
@@ -276,10 +336,12 @@ def wait_and_copy(
 
 
 def warm_up(device: torch.device) -> None:
-    """Load every variant of `copy`: loading synchronises, so a first use behind a waiting stream would hang."""
-    room = torch.zeros(256, dtype=torch.uint8, device=device)
+    """Load every variant of `copy` and `copy_all`: loading synchronises, and would hang behind a waiting stream."""
+    room = torch.zeros(128 * (MOST_COPIES + 1), dtype=torch.uint8, device=device)
     for alignment in (16, 4, 1):
-        copy(room[128:161], room[alignment : alignment + 33], 1)
+        copies = [(room[128 * one :][:33], room[alignment:][:33]) for one in range(1, MOST_COPIES + 1)]
+        for count in (1, _FEW_COPIES, MOST_COPIES):
+            copy_all(copies[:count], 1)
     torch.cuda.synchronize(device)
 
 
