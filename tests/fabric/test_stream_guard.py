@@ -62,3 +62,65 @@ def test_a_check_finds_what_a_kernel_reported(guard: Any) -> None:
     assert failures == ["a kernel waited for a signal until its deadline"]
     guard.close()
     assert not guard._look()
+
+
+@pytest.fixture
+def enqueued(guard: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """What the guard enqueues, in order, by streams that are called "call" and "other"."""
+    module: Any = sys.modules["undertow.fabric.stream_guard"]
+    found: list[tuple[object, ...]] = []
+    guard._calls, guard._waits, guard._device, guard.abort = [], {}, None, None
+    guard.now = "call"
+    monkeypatch.setattr(guard, "_busy", lambda stream: f"word of {stream}")
+    monkeypatch.setattr(module, "poison_if_aborted", lambda output, abort: found.append(("poison", output)))
+    for name, what in {
+        "current_stream": lambda device: guard.now,
+        "write": lambda stream, word, value: found.append((stream, word, value)),
+        "wait": lambda stream, address, target: found.append((stream, "waits", address)),
+        "packed": lambda operations: [("stop", *one) for one in operations],
+        "batch": lambda stream, operations: found.extend(operations),
+    }.items():
+        monkeypatch.setattr(module.stream_memory, name, what)
+    return found
+
+
+def test_a_call_is_watched_from_its_first_wait_on(guard: Any, enqueued: list[tuple[object, ...]]) -> None:
+    """By the word of the stream that it began on, which joins all others, once, however calls are nested."""
+    guard.enter()
+    guard.now = "other"
+    guard.enter()
+    guard.wait(7, 1, on_host=True)
+    guard.perform("other", [("stop", 1)])
+    guard.leave(("inner",))
+    guard.now = "call"
+    guard.leave(("outer",))
+    assert enqueued == [
+        ("call", "word of call", 1), ("other", "waits", 7), ("stop", 1), ("poison", "inner"), ("poison", "outer"),
+        ("call", "word of call", 0),
+    ]  # fmt: skip
+    guard.enter()
+    guard.leave(("outer",))
+    assert enqueued[6:] == [("poison", "outer")]
+
+
+def test_a_call_that_poisons_itself_ends_without(guard: Any, enqueued: list[tuple[object, ...]]) -> None:
+    """Only the one that says so, and only that time."""
+    guard.enter()
+    guard.enter()
+    guard.poisons_itself()
+    guard.leave(("inner",))
+    guard.leave(("outer",))
+    assert enqueued == [("poison", "outer")]
+    guard.enter()
+    guard.leave(("again",))
+    assert enqueued[1:] == [("poison", "again")]
+
+
+def test_a_wait_outside_of_calls_is_watched_by_itself(guard: Any, enqueued: list[tuple[object, ...]]) -> None:
+    guard.wait(7, 1, on_host=True)
+    guard.perform("other", [("stop", 1)])
+    word = "word of other"
+    assert enqueued == [
+        ("call", "word of call", 1), ("call", "waits", 7), ("call", "word of call", 0),
+        ("stop", False, word, 1), ("stop", 1), ("stop", False, word, 0),
+    ]  # fmt: skip

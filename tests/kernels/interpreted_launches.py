@@ -112,7 +112,7 @@ def sent(pointers, data, flag, wanted):
 
 
 def settled(pointers: Any, wanted: Any, flag: Any, watch: Any) -> Any:
-    return tuple(tl.load(one).to(tl.int32) for one in pointers)
+    return *(tl.load(one).to(tl.int32) for one in pointers), tl.zeros_like(wanted)
 
 
 fused_decode.send, fused_decode.settle, fused_decode.has_bulk_copies = sent, settled, parts.bulk_copies  # type: ignore

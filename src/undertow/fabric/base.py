@@ -390,6 +390,10 @@ class Fabric(ABC):
         """
         return _Guard(outputs)
 
+    def poisons_itself(self) -> None:
+        """All of the call that waits poisons what it could not make right, and what follows passes it on."""
+        return
+
     def close(self) -> None:
         """Release everything. Tensors taken from buffers stay valid."""
         with self._lock:

@@ -181,7 +181,7 @@ class CudaFabric(Fabric):
 
         self.rest()
         if name == "net":
-            return NetLane(self.group)
+            return NetLane(self.group, self.guard.watch)
         if name == "peer":
             return PeerLane(self)
         return StagedLane(self) if self._no_peers or self.shares_device else CopyLane(self)
@@ -243,6 +243,9 @@ class CudaFabric(Fabric):
                     yield
             finally:
                 self.guard.leave(outputs)
+
+    def poisons_itself(self) -> None:
+        self.guard.poisons_itself()
 
     def close(self) -> None:
         if self.group.failed:

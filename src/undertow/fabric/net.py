@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,8 +38,9 @@ class NetLane(Lane):
     name = "net"
     lands_anywhere = True
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, watch: Callable[[], None] | None = None) -> None:
+        """`watch`: called before the backend's collectives, which have no deadline that streams could keep."""
+        self._group, self._watch = group, watch
         # A group of the backend "undertow" has its collectives from here: those of the backend behind it are meant.
         self._process_group: dist.ProcessGroup = getattr(group.process_group, "carrier", group.process_group)
         self._on_device = group.device.type == "cuda"
@@ -118,6 +119,8 @@ class NetLane(Lane):
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over the group, in place, by the backend's own collective."""
         with timeline.event("all_reduce", engine=self.name, bytes=tensor.nbytes):
+            if self._watch is not None:
+                self._watch()
             with self._group.connected("all_reduce"):
                 work = dist.all_reduce(tensor, group=self._process_group, async_op=True)
             if self._on_device:

@@ -3,18 +3,21 @@
 Every stream wait of this rank is registered with its target. When the group fails, the abort word is set, and then
 every registered word is set to its target, again and again: a replayed graph clears words and waits anew. The last
 operation of every guarded call is a kernel that poisons the outputs if the abort word is set. It stands in the stream's
-own order, also in a captured graph, so nothing of the call can come after it. (A call that is one kernel is not guarded
-here: it keeps its deadline, reports and poisons itself.)
+own order, also in a captured graph, so nothing of the call can come after it. A call whose kernels poison what they
+could not make right says so (`poisons_itself`), and ends without.
 
-Whether a stream hangs is read from a pinned word of its own. The stream sets it to BUSY when a call (or a wait outside
-any call) begins and to IDLE when it ends; the watchdog turns BUSY into SEEN. A word that stays SEEN belongs to one and
-the same call. Only constants are written, so a captured call is watched too.
+Whether a stream hangs is read from a pinned word of its own. The stream sets it to BUSY before the first wait of a call
+(or a wait outside any call) and to IDLE when the call ends; the watchdog turns BUSY into SEEN. A word that stays SEEN
+belongs to one and the same call. Only constants are written, so a captured call is watched too. Kernels that wait keep
+a deadline of their own and report: a call without waits of streams writes no word. Few operations more cost a short
+call, such as one layer of a decode step, more than its communication does.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +37,15 @@ _HASTE_SECONDS = 20.0  # for so long words are released at the short period, the
 _SHORT_PERIOD, _LONG_PERIOD = 0.002, 0.05
 
 
+@dataclass(slots=True)
+class _Call:
+    """`stream`: where it began. `watched`: whether that stream's word is BUSY. `poisons`: whether it ends by that."""
+
+    stream: int
+    watched: bool = False
+    poisons: bool = True
+
+
 class StreamGuard:
     """Watches the streams of one rank on one group."""
 
@@ -46,7 +58,7 @@ class StreamGuard:
         self._busy_of: dict[int, int] = {}  # stream handle -> address of its word
         self._stream = stream_memory.new_stream(self._device, priority=-1)
         self._waits: dict[int, tuple[int, bool]] = {}
-        self._depth = 0
+        self._calls: list[_Call] = []  # the innermost last
         self._seen_since: dict[int, float] = {}
         self._bound_threads = threading.local()
         self._closed = False
@@ -69,25 +81,35 @@ class StreamGuard:
 
     def enter(self) -> None:
         """A call begins on the current stream."""
-        self._depth += 1
-        if self._depth == 1:
-            stream = stream_memory.current_stream(self._device)
+        self._calls.append(_Call(stream_memory.current_stream(self._device)))
+
+    def watch(self) -> None:
+        """Streams of the call, if we are in one, may wait from here on: it is in time, or the group fails."""
+        if self._calls and not self._calls[0].watched:  # the outermost joins all streams
+            self._calls[0].watched = True
+            stream = self._calls[0].stream
             stream_memory.write(stream, self._busy(stream), BUSY)
+
+    def poisons_itself(self) -> None:
+        """The call's kernels poison its outputs if they must; nothing that follows them can undo it."""
+        if self._calls:
+            self._calls[-1].poisons = False
 
     def leave(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """All work of the call was enqueued; should it be aborted, its `outputs` are poisoned last."""
-        for output in outputs:
-            poison_if_aborted(output, self.abort)
-        self._depth -= 1
-        if self._depth == 0:
-            stream = stream_memory.current_stream(self._device)
-            stream_memory.write(stream, self._busy(stream), IDLE)
+        if self._calls[-1].poisons:
+            for output in outputs:
+                poison_if_aborted(output, self.abort)
+        call = self._calls.pop()
+        if call.watched:
+            stream_memory.write(call.stream, self._busy(call.stream), IDLE)
 
     def wait(self, address: int, target: int, on_host: bool) -> None:
         """Hold the current stream until the word reaches `target`, watched."""
         self.expect(address, target, on_host)
         stream = stream_memory.current_stream(self._device)
-        alone = self._depth == 0  # inside a call, the call's own word is watched and joins all its streams
+        self.watch()
+        alone = not self._calls
         if alone:
             stream_memory.write(stream, self._busy(stream), BUSY)
         stream_memory.wait(stream, address, target)
@@ -96,7 +118,8 @@ class StreamGuard:
 
     def perform(self, stream: int, packed: bytes) -> None:
         """Waits and writes as `stream_memory.packed` made them, on `stream`, in one stop. Waits are `expect`ed."""
-        if self._depth == 0:  # inside a call, the call's own word is watched and joins all its streams
+        self.watch()
+        if not self._calls:
             busy = self._busy(stream)
             begin, end = (stream_memory.packed([(False, busy, state)]) for state in (BUSY, IDLE))
             packed = begin + packed + end

@@ -25,7 +25,8 @@ parts that all ranks computed after their whole call n: nobody still reads the s
 
 Memory ordering. A block's word is released, at system scope, behind a CTA barrier that follows the block's stores
 (`turns.tell`); the owner acquires it at system scope before it loads the parts with ordinary loads. The same holds for
-sums and their words. Epochs are this rank's own: one for each CTA, read and advanced by it alone.
+sums and their words. Epochs are this rank's own: one for each CTA, read and advanced by it alone. Who does not get
+what it waits for poisons the result, as in `fused_decode`.
 
 AHEAD: as in `fused_decode`. The next launch may begin when the CTA waits for nobody any more, or (`early`) already when
 it has told of all its blocks and the CTAs of its number on all ranks run, which they say when they finish a block.
@@ -41,6 +42,7 @@ import triton.language as tl
 from .ahead import ask_for_weights, begin_early, let_next_begin, say_running
 from .combine import activated
 from .gemm import halves, multiply, plain_multiply
+from .poison import leave_grid
 from .signals import has_bulk_copies, signal_wait_all
 from .turns import LINE, tell
 
@@ -143,7 +145,7 @@ def fused_columns_kernel(
     parts and, `reduced` elements behind them, sums; `bases`: addresses of all ranks'. `words`: a line for each of
     `lines` groups, as many for sums that are ready, and one for each CTA; `word_bases`: addresses of all ranks'. N is a
     multiple of 8. The first `active` CTAs work; every CTA of the grid, which never changes, counts calls in its word of
-    `epochs`. LANES: the CTA's threads. AHEAD, `early`: as in `fused_decode`.
+    `epochs`; behind those is `poison.leave_grid`'s. LANES: the CTA's threads. AHEAD, `early`: as in `fused_decode`.
     """
     program = tl.program_id(0)
     n, half, reduced = n // 8 * 8, half // 8 * 8, reduced // 8 * 8  # they are so already: it tells the compiler
@@ -162,6 +164,7 @@ def fused_columns_kernel(
     turn = (epoch & 1).to(tl.int64) * half
     steps = tl.cdiv(inner, BLOCK_K)
     stored = program - every
+    lost = epoch * 0  # whether a wait of this CTA failed
     FLAT: tl.constexpr = has_bulk_copies()  # loads of a block run into the epilogue of the one before
     for position in tl.range(program, last, every, flatten=FLAT):
         column = (position % groups * RANKS + (rank + 1 + position // groups) % RANKS) * BLOCK_N
@@ -177,6 +180,8 @@ def fused_columns_kernel(
         failed = signal_wait_all(
             words + group * LINE, epoch, tl.where(mine, RANKS, 0), rank, abort, error, deadline_ns
         )  # fmt: skip
+        if AHEAD == 0:
+            lost |= failed
         pieces = _parted(total, RANKS)
         WIDTH: tl.constexpr = BLOCK_N // len(pieces)
         if mine:
@@ -202,9 +207,12 @@ def fused_columns_kernel(
             signal_wait_all(running, epoch, RANKS, rank, abort, error, deadline_ns)
             let_next_begin()
     for group in range(program, tl.where(program < active, groups, 0), every):
-        signal_wait_all(words + (lines + group) * LINE, epoch, RANKS, rank, abort, error, deadline_ns)
-        if AHEAD > 0:
-            if group + every >= groups:  # this CTA waits for nobody any more
-                let_next_begin()
+        failed = signal_wait_all(words + (lines + group) * LINE, epoch, RANKS, rank, abort, error, deadline_ns)
+        if AHEAD == 0:
+            lost |= failed
+        elif group + every >= groups:  # this CTA waits for nobody any more
+            let_next_begin()
         _collect(out, parts + turn + reduced, group, rank, rows, n, RANKS, BLOCK_M, BLOCK_N)
     tl.store(epochs + program, epoch)
+    if AHEAD == 0:
+        leave_grid(epochs, lost, out, rows * n, deadline_ns)

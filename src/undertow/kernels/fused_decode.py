@@ -14,7 +14,8 @@ matmul followed by an all_reduce does. A packet holds two columns next to each o
 
 Packets are used in turn by two calls, and carry the number of the call. A rank that sends for call n + 2 has had
 packets of call n + 1 from every rank, which were sent after that rank's whole call n. All accesses to packets are
-relaxed, at system scope: a packet publishes nothing but itself.
+relaxed, at system scope: a packet publishes nothing but itself. Unless AHEAD, a CTA that does not get what it waits for
+poisons all of `out` when all others are done (`poison.leave`): nothing has to follow the launch.
 
 AHEAD (sm_90 and later, launched to match): the call begins while the launch in front of it ends (`ahead.py`), and the
 next one when every CTA has the packets of its first block (`early`: they come from CTAs of the same numbers on all
@@ -32,6 +33,7 @@ from .ahead import ask_for_weights, begin_early, let_next_begin
 from .combine import activated
 from .gemm import plain_multiply
 from .packets import send, settle
+from .poison import leave_grid
 from .signals import has_bulk_copies
 
 
@@ -57,6 +59,7 @@ def _take(
     SOURCES: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Sums of words [begin, end) of this CTA's pieces, LANES * AT_ONCE of them at most, as soon as all have sent them.
+    Returns the status of each lane: ARRIVED, or why what it stored is not right.
 
     A piece, a part of a block's rows, has `words`: of each of its rows one for each two columns of the block.
     """
@@ -89,6 +92,7 @@ def _take(
         both = tl.join(activated(low, ACTIVATION), activated(high, ACTIVATION)).to(ELEMENT)
         columns = (row * (2 * wide) + 2 * across)[:, None] + tl.arange(0, 2)[None, :]
         tl.store(out + columns, both, mask=here[:, None])
+    return found[AT_ONCE * SOURCES]
 
 
 _FREE = [
@@ -111,10 +115,10 @@ def fused_decode_kernel(
 
     `bases`: addresses of all ranks' packets, `packets` those here: [2, ranks * SPLIT, rows, N / 2] 64-bit words of
     which the second turn begins at `half`. N is even. The first `active` CTAs work; every CTA of the grid, which never
-    changes, counts calls in its word of `epochs`. LANES (the CTA's threads) take AT_ONCE words each at once, whose
-    packets are polled together: at most 32 of all sources. AHEAD: elements of K that are asked for early, 0: the
-    call begins when the launch in front has ended. `early`: the next one may begin before this one waits for nobody,
-    for which all ranks must have the same number of active CTAs.
+    changes, counts calls in its word of `epochs`; behind those is `poison.leave_grid`'s. LANES (the CTA's threads) take
+    AT_ONCE words each at once, whose packets are polled together: at most 32 of all sources. AHEAD: elements of K that
+    are asked for early, 0: the call begins when the launch in front has ended. `early`: the next one may begin before
+    this one waits for nobody, for which all ranks must have the same number of active CTAs.
     """
     ELEMENT: tl.constexpr = out.dtype.element_ty
     SOURCES: tl.constexpr = RANKS * SPLIT
@@ -168,14 +172,19 @@ def fused_decode_kernel(
     shape = (program, active, rows, n // 2, plane, tl.cdiv(rows, SPLIT) * (BLOCK_N // 2))
     watch, words = (abort, error, deadline_ns), shape[5]
     pieces = tl.where(program < last * SPLIT, tl.cdiv(last * SPLIT - program, tl.maximum(active, 1)), 0)
+    failed = tl.zeros([LANES], tl.int32)
     for begin in range(0, tl.minimum(pieces, 1) * words, LANES * AT_ONCE):
-        _take(out, bias, packets + turn, begin, words, shape, epoch, watch, BLOCK_N, SPLIT, SOURCES, LANES, AT_ONCE,
-              BIAS, ACTIVATION)  # fmt: skip
+        status = _take(out, bias, packets + turn, begin, words, shape, epoch, watch, BLOCK_N, SPLIT, SOURCES, LANES,
+                       AT_ONCE, BIAS, ACTIVATION)  # fmt: skip
+        failed = tl.maximum(failed, status)
     if AHEAD > 0:
         tl.debug_barrier()  # one thread speaks for the CTA: all have what they waited for
         if (early != 0) | (pieces <= 1):
             let_next_begin()
     for begin in range(words, pieces * words, LANES * AT_ONCE):
-        _take(out, bias, packets + turn, begin, pieces * words, shape, epoch, watch, BLOCK_N, SPLIT, SOURCES, LANES,
-              AT_ONCE, BIAS, ACTIVATION)  # fmt: skip
+        status = _take(out, bias, packets + turn, begin, pieces * words, shape, epoch, watch, BLOCK_N, SPLIT, SOURCES,
+                       LANES, AT_ONCE, BIAS, ACTIVATION)  # fmt: skip
+        failed = tl.maximum(failed, status)
     tl.store(epochs + program, epoch)
+    if AHEAD == 0:
+        leave_grid(epochs, tl.max(failed, axis=0), out, rows * n, deadline_ns)

@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 _BLOCK = 4096
+_FILLED = tl.constexpr(_BLOCK)
 
 
 @triton.jit
@@ -53,6 +54,15 @@ def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr
             waits = (seen < target) & (globaltimer() - begin < deadline_ns)
         tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
         fill(output.to(tl.pointer_type(tl.int8)), byte_count, BLOCK)
+
+
+@triton.jit
+def leave_grid(epochs, failed, out, count, deadline_ns):
+    """`leave` for a kernel whose grid, which never changes, has an int32 in `epochs` for each CTA: the count of those
+    that left is the int64 behind them. `out`: a pointer to `count` elements."""
+    SIZE: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    finished = (epochs + (tl.num_programs(0) + 1) // 2 * 2).to(tl.pointer_type(tl.int64), bitcast=True)
+    leave(finished, failed, out.to(tl.int64), count.to(tl.int64) * SIZE, deadline_ns, _FILLED)
 
 
 @triton.jit(do_not_specialize=["output", "count", "abort"])

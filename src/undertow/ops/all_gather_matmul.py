@@ -147,12 +147,14 @@ def _run(
     whole = None
     if moves_whole(plan, fabric, lane):
         spans = [rows * k for rows in problem.shards]
-        whole = exchange(fabric, "all_gather", x, spans, plan.share.communication_ctas)
+        own = x if x.is_contiguous() else None
+        whole = exchange(fabric, "all_gather", x, spans, plan.share.communication_ctas, given=own)
     if whole is not None:
         gathered = whole.taken.view(problem.m, k)
         product = product_of(fabric, problem, plan, gathered, w, y.view(-1), None if finish.nothing else finish)
         with half_way(fabric.group):
-            whole.given.view(x.shape).copy_(x)
+            if whole.given.data_ptr() != x.data_ptr():
+                whole.given.view(x.shape).copy_(x)
             whole.move()
             product.start()
             kept = gathered.clone() if arriving is not None else gathered  # its bias is summed later
@@ -160,6 +162,7 @@ def _run(
             if arriving is not None:
                 arriving.begin(kept)
                 arriving.add([(0, problem.m)])
+        fabric.poisons_itself()
         return
     firsts = [sum(problem.shards[:source]) for source in range(size)]
     gathered = x.new_empty(problem.m, k)

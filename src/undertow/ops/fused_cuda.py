@@ -45,7 +45,8 @@ def prepare(
     makers: dict[str, Make] = {
         fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: fused_few.at_once, fused.OWNED: fused_few.owned,
     }  # fmt: skip
-    stage, launch = makers[fused.form(problem, plan)](x, w, y, problem, plan, finish, fabric)
+    form = fused.form(problem, plan)
+    stage, launch = makers[form](x, w, y, problem, plan, finish, fabric)
     stage.follow(fabric.device)
 
     def call() -> None:
@@ -58,6 +59,8 @@ def prepare(
             arriving.add([(0, problem.m)])
         if finish.after is not None:
             finish.apply(y)
+        if fused_few.poisons(form, plan):
+            fabric.poisons_itself()
 
     return call
 

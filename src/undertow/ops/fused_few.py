@@ -83,6 +83,11 @@ def owned(
     return stage, launch
 
 
+def poisons(form: str, plan: Plan) -> bool:
+    """Whether the kernel of that form poisons the result of a call that fails; else a launch behind it must."""
+    return form in (fused.DECODE, fused.OWNED) and not plan.ahead
+
+
 def _constants(both: Factors, plan: Plan, fabric: CudaFabric) -> dict[str, Any]:
     """Of the compilation of both kernels."""
     assert plan.tile is not None

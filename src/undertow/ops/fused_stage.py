@@ -34,8 +34,9 @@ _ROUND = 1 << 20  # elements: a small stage is made twice as large as asked, up 
 class Stage(InOrder):
     """Memory of one kind of call: `data` holds two halves of `half` elements, for calls in turn; `words` what arrived.
 
-    `epochs`: the number of calls, counted by every CTA; `taken`: tiles or jobs that were, of either turn. `stream`: of
-    the last call, after which `event` was recorded; `captured`: of the last captured one. None: there was none.
+    `epochs`: the number of calls, counted by every CTA, and how many CTAs left (`kernels/poison.py`, `leave_grid`);
+    `taken`: tiles or jobs that were, of either turn. `stream`: of the last call, after which `event` was recorded;
+    `captured`: of the last captured one. None: there was none.
     `joined`: all ranks' `data` side by side, where a kernel wanted it so.
     """
 
@@ -124,7 +125,7 @@ def stage_of(
 
     ctas = fabric.multiprocessors
     stage = Stage(
-        data, half, words, held, counters(ctas), counters(ctas), counters(2 * fused.LINE), bases, word_bases,
+        data, half, words, held, counters(ctas + 3), counters(ctas + 3), counters(2 * fused.LINE), bases, word_bases,
         stream_memory.new_event(device) if old is None else old.event,
     )  # fmt: skip
     torch.cuda.synchronize(device)

@@ -150,7 +150,8 @@ def run(
         return
     sums = None
     if moves_whole(plan, fabric, lane) and finish.follows(y):
-        sums = exchange(fabric, "all_reduce", y, [y.numel()], plan.share.communication_ctas)
+        place = y if finish.nothing else None
+        sums = exchange(fabric, "all_reduce", y, [y.numel()], plan.share.communication_ctas, taken=place)
     if sums is not None:
         if not compute:
             sums.given.copy_(y.view(-1))

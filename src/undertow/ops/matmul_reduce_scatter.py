@@ -166,9 +166,9 @@ def run(
     if moves_whole(plan, fabric, lane) and finish.follows(y):
         spans = [rows * n for rows in problem.shards]
         bring = bringer(fabric, beside)
-        sums = (
-            exchange(fabric, "reduce_scatter", y, spans, plan.share.communication_ctas) if bring is not None else None
-        )
+        place = y if finish.nothing else None
+        if bring is not None:
+            sums = exchange(fabric, "reduce_scatter", y, spans, plan.share.communication_ctas, taken=place)
     if sums is not None:
         entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
         multiply_and_move(fabric, entire, sums, finish, y, beside, bring)

@@ -16,8 +16,11 @@ they are, and only the smaller side is copied:
 The memory is a workspace of the fabric, the same for all calls, which therefore come one after the other whatever
 streams they are on. Between ranks the kernel sees to it: others write to a rank's memory only when its own stream has
 come to that call, and the kernel ends when nobody reads from it. Small results, of which starting is all that counts,
-are staged by the collective. What it takes is made by the first call of a kind: a captured one that would have to make
-it goes by parcels.
+are staged by the collective, from and to where the caller has them. What it takes is made by the first call of a kind:
+a captured one that would have to make it goes by parcels.
+
+The collective keeps its deadline and poisons what it could not bring, and what follows passes that on: such a call ends
+without a launch that looks whether it failed.
 """
 
 from __future__ import annotations
@@ -75,11 +78,19 @@ def has_collectives(fabric: Fabric, lane: Lane) -> bool:
 
 
 def exchange(
-    fabric: Fabric, collective: str, like: torch.Tensor, spans: Sequence[int], ctas: int | None = None
+    fabric: Fabric,
+    collective: str,
+    like: torch.Tensor,
+    spans: Sequence[int],
+    ctas: int | None = None,
+    given: torch.Tensor | None = None,
+    taken: torch.Tensor | None = None,
 ) -> Exchange | None:
     """`spans`: elements that belong to each rank (all_reduce: of all, which is summed in place). Collective at first.
 
-    `like`: has the type and device of what moves. None, on all ranks: it would have to be made, inside a capture.
+    `like`: has the type and device of what moves. `given`, `taken`: contiguous tensors of the caller that small results
+    are moved from and to, so that nothing is copied; all_reduce needs one. None, on all ranks: it would have to be
+    made, inside a capture. The collective poisons `taken` if it fails.
     """
     dtype, size, in_place = like.dtype, like.element_size(), collective == "all_reduce"
     total, own = sum(spans), sum(spans) if in_place else spans[fabric.group.rank]
@@ -99,8 +110,13 @@ def exchange(
             return None
         source, out, given, taken = held, other, held.local[: counts[0]], other.local[: counts[1]]
     else:
-        source = given = like.new_empty(counts[0])
-        out = taken = given if in_place else like.new_empty(counts[1])
+        if in_place:
+            given = taken if given is None else given
+        source = given = like.new_empty(counts[0]) if given is None else given.view(-1)
+        if not in_place:
+            out = taken = like.new_empty(counts[1]) if taken is None else taken.view(-1)
+        else:
+            out = taken = given
     move = _mover(fabric, collective, source, out, spans, in_place, ctas, total * size)
     if move is None:
         return None
