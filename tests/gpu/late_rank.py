@@ -9,6 +9,34 @@ import torch
 
 import undertow as ut
 
+CALLS: dict[str, tuple[str, str, int]] = {
+    "few rows, to all at once": ("matmul_all_reduce", "fused:peer", 4),
+    "few rows, by owners": ("matmul_all_reduce", "fused:peer", 48),
+    "tiles": ("matmul_reduce_scatter", "fused:peer", 1024),
+    "a small sum": ("matmul_all_reduce", "serial:peer", 4),
+    "a large sum": ("matmul_all_reduce", "serial:peer", 1024),
+    "rows": ("all_gather_matmul", "serial:peer", 1024),
+    "parcels": ("matmul_all_reduce", "signaled:peer", 1024),
+}
+"""Operator, strategy and rows of calls that are watched in different ways."""
+
+
+def operator_without_the_last(name: str) -> str:
+    group = ut.init()
+    operator, strategy, rows = CALLS[name]
+    x = torch.ones(rows, 512, dtype=torch.bfloat16, device=group.device)
+    w = torch.ones(512, 1024, dtype=torch.bfloat16, device=group.device)
+
+    def call() -> torch.Tensor:
+        return getattr(ut, operator)(x, w, group=group, strategy=strategy)  # type: ignore[no-any-return]
+
+    for _ in range(3):  # both turns of what calls share
+        y = call()
+    torch.cuda.synchronize()
+    group.check()
+    assert not bool(torch.isnan(y).any())
+    return call_without_the_last(group, call)
+
 
 def call_without_the_last(group: ut.Group, call: Callable[[], torch.Tensor]) -> str:
     """Of a call that was made once before: it ends at the deadline, its output is poisoned, and the group fails."""

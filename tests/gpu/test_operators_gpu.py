@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import few_row_checks
+import late_rank
 import operator_checks
 import pytest
 import staged_checks
@@ -47,3 +48,11 @@ def test_staged_lane(ranks: int) -> None:
 def test_fused_kernels_without_tma(ranks: int) -> None:
     report = ut.launch(token_checks.plain, ranks, device="cuda", deadline=60)
     print("\n".join(report[0]))
+
+
+@pytest.mark.parametrize("name", list(late_rank.CALLS))
+def test_a_rank_does_not_come(name: str) -> None:
+    """Whoever poisons: a kernel of the call, a launch behind it."""
+    report = ut.launch(late_rank.operator_without_the_last, 3, device="cuda", args=(name,), deadline=60)
+    assert report[-1] == "slept"
+    assert all(one.startswith("failed") for one in report[:-1])
