@@ -163,6 +163,10 @@ def verify(group: ut.Group, name: str, strategy: str, shape: tuple[int, int, int
 
     own = [_mine(one, group.rank).detach().clone().requires_grad_() for one in case.leaves]
     x, w, bias = own
+    if (sum(shape) + len(strategy)) % 2:  # as a layer's weight, the transpose of a parameter
+        own[1] = w = w.detach().mT.contiguous().mT.requires_grad_()
+    laid_out: list[tuple[int, ...]] = []
+    w.register_hook(lambda gradient: laid_out.append(gradient.stride()))
     y = case.call(x, w, bias=bias.view(-1), activation="relu", group=group, strategy=strategy)
     assert torch.equal(y, _mine(results, group.rank)), where
     with torch.no_grad():
@@ -173,6 +177,8 @@ def verify(group: ut.Group, name: str, strategy: str, shape: tuple[int, int, int
         want = _mine(leaves, group.rank).grad
         assert got.grad is not None, f"{where}: no gradient of {argument}"
         assert torch.equal(got.grad, want), f"{where}: gradient of {argument}"
+    if min(w.shape) > 1:
+        assert laid_out == [w.stride()], f"{where}: the gradient of w would have to be turned round"
 
 
 def exact(part: float, seed: int) -> int:

@@ -8,6 +8,9 @@ Two forms, by what moves in the backward pass:
   is multiplied for the weight too, before the next is waited for.
 - `Beside`: the rows that the weight's gradient needs are brought on a stream of their own while another matmul computes
   what leaves, and the weight's matmul runs while the last of that is still under way.
+
+A weight is often the transpose of a parameter [N, K]. Its gradient then lies in memory as the parameter does
+(`operands.like_weight`), or autograd would have to turn it round, which takes longer than most of what is hidden here.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from ..fabric import timeline
 from ..plan.plan import split
 from .grouped import bias_gradient, rows_of, weight_of
+from .operands import is_transposed
 
 if TYPE_CHECKING:
     from ..collective.carry import Carrier
@@ -36,9 +40,10 @@ class Arriving:
     16-bit sums are kept in fp32 between parcels, and rounded once more in the end.
     """
 
-    def __init__(self, x: torch.Tensor, blocks: Sequence[Block] = (), experts: int = 0) -> None:
-        """`experts`: how many weights there are, dw [experts, K, N]; 0: one. `blocks`: which rows are whose."""
-        self._x, self._blocks, self._experts = x, blocks, experts
+    def __init__(self, x: torch.Tensor, w: torch.Tensor, blocks: Sequence[Block] = ()) -> None:
+        """`w` [K, N], or one for each expert; x may have fewer columns. `blocks`: which rows are whose."""
+        self._x, self._blocks, self._experts = x, blocks, w.shape[0] if w.dim() == 3 else 0
+        self._turned = is_transposed(w)
         self._z = x
         self._total: torch.Tensor | None = None
 
@@ -50,7 +55,7 @@ class Arriving:
         """Rows (first, count) of z are here."""
         if list(rows) == [(0, self._z.shape[0])] and not self._experts:  # all at once: nothing is to be added up
             with timeline.event("weight gradient", engine="compute", rows=self._z.shape[0]):
-                self._total = self._x.t() @ self._z
+                self._total = (self._z.t() @ self._x).t() if self._turned else self._x.t() @ self._z
             return
         sums = self._sums()
         for first, count in rows:
@@ -59,16 +64,19 @@ class Arriving:
             for row, part, expert in rows_of(sums, self._blocks, first, count):
                 x, z, total = self._x[row : row + part], self._z[row : row + part], weight_of(sums, expert)
                 with timeline.event("weight gradient", engine="compute", rows=part):
+                    into, left, right = (total.t(), z.t(), x) if self._turned else (total, x.t(), z)
                     if total.dtype == z.dtype:
-                        total.addmm_(x.t(), z)
+                        into.addmm_(left, right)
                     else:
-                        total += x.t() @ z
+                        into += left @ right
 
     def _sums(self) -> torch.Tensor:
         if self._total is None:
             wide = torch.float32 if self._z.dtype in _HALVES else self._z.dtype
-            shape = (self._experts,) * (self._experts > 0) + (self._x.shape[1], self._z.shape[1])
-            self._total = self._z.new_zeros(shape, dtype=wide)
+            experts = (self._experts,) * (self._experts > 0)
+            ends = (self._z, self._x) if self._turned else (self._x, self._z)
+            total = self._z.new_zeros(*experts, *(one.shape[1] for one in ends), dtype=wide)
+            self._total = total.mT if self._turned else total
         return self._total
 
     @property
@@ -106,7 +114,10 @@ class Gathers:
 def multiplied(x: torch.Tensor, dz: torch.Tensor, dw: torch.Tensor) -> None:
     """dw [K, N] = x [M, K]^T @ dz [M, N]"""
     with timeline.event("weight gradient", engine="compute", rows=x.shape[0]):
-        torch.mm(x.t(), dz, out=dw)
+        if is_transposed(dw):
+            torch.mm(dz.t(), x, out=dw.t())
+        else:
+            torch.mm(x.t(), dz, out=dw)
 
 
 def gathered_again(x: torch.Tensor, counts: Sequence[int], rank: int, use: Callable[[torch.Tensor], None]) -> Beside:

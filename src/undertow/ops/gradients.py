@@ -16,8 +16,10 @@ from torch import Tensor
 
 from ..fabric.registry import named
 from . import library
+from .beside import multiplied
 from .differentiable import held_plan
 from .grouped import bias_gradient, flattened, unflattened
+from .operands import like_weight
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -45,7 +47,9 @@ def _all_reduce(ctx: Any, dz: Tensor) -> Gradients:
     x, w = ctx.saved_tensors
     needs = ctx.needs_input_grad
     dx = dz @ w.t() if needs[0] else None
-    dw = x.t() @ dz if needs[1] else None
+    dw = like_weight(w) if needs[1] else None
+    if dw is not None:
+        multiplied(x, dz, dw)
     return _only(ctx, (dx, dw, dz.sum(0) if needs[2] else None), 4)
 
 

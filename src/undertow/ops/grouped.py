@@ -18,6 +18,7 @@ from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..plan.plan import split
 from ..plan.tokens import Block, Tokens, segments
+from .operands import is_transposed
 
 if TYPE_CHECKING:
     from ..fabric.group import Group
@@ -62,10 +63,13 @@ def multiply_rows(
 def multiplied_by_expert(x: torch.Tensor, dz: torch.Tensor, dw: torch.Tensor, blocks: Sequence[Block]) -> None:
     """dw [experts, K, N]: of each expert the sum over its rows, x^T @ dz; 16-bit sums of several blocks in fp32."""
     wide = torch.float32 if dw.element_size() == 2 else dw.dtype
-    total = dw.new_zeros(dw.shape, dtype=wide)
+    total = torch.zeros_like(dw, dtype=wide)  # lies as dw does
     for row, rows, expert in segments(blocks, 0, x.shape[0]):
         with timeline.event("weight gradient", engine="compute", rows=rows):
-            total[expert] += x[row : row + rows].t() @ dz[row : row + rows]
+            if is_transposed(dw):
+                total[expert].t().add_(dz[row : row + rows].t() @ x[row : row + rows])
+            else:
+                total[expert] += x[row : row + rows].t() @ dz[row : row + rows]
     dw.copy_(total)
 
 

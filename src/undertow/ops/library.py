@@ -24,7 +24,7 @@ from torch import Tensor
 from ..fabric.registry import named
 from ..plan.tokens import Tokens
 from .grouped import unflattened
-from .operands import check_factors
+from .operands import check_factors, like_weight
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -181,7 +181,7 @@ def replicated_matmul_backward(
     from . import matmul_all_reduce as home
     from .beside import Beside, multiplied
 
-    dw = w.new_empty(w.shape if wanted[1] else 0)
+    dw = like_weight(w) if wanted[1] else w.new_empty(0)
     if not wanted[0]:
         if wanted[1]:
             multiplied(x, dz, dw)
@@ -199,7 +199,7 @@ def matmul_reduce_scatter_backward(
     from .matmul_reduce_scatter import shares
 
     on = named(group)
-    arriving = Arriving(x if wanted[1] else x[:, :0])
+    arriving = Arriving(x if wanted[1] else x[:, :0], w)
     dx = home.call(dz, w.t(), shares(rows, x.shape[0], on.size), None, "none", on, strategy, None, arriving=arriving)
     empty = x.new_empty(0)
     return dx, arriving.weight if wanted[1] else empty, arriving.bias if wanted[2] else empty.clone()
@@ -216,7 +216,7 @@ def all_gather_matmul_backward(
 
     on = named(group)
     counts = row_counts(rows, x.shape[0], on)
-    dw = w.new_empty(w.shape if wanted[1] else 0)
+    dw = like_weight(w) if wanted[1] else w.new_empty(0)
 
     def weight(whole: Tensor) -> None:
         multiplied(whole, dz, dw)
@@ -238,8 +238,7 @@ def matmul_all_to_all_backward(
 
     on = named(group)
     tokens = tokens_of(splits, x, w, on.size)
-    experts = w.shape[0] if w.dim() == 3 else 0
-    arriving = Arriving(x if wanted[1] else x[:, :0], tokens.leaving(on.rank), experts)
+    arriving = Arriving(x if wanted[1] else x[:, :0], w, tokens.leaving(on.rank))
     strategy = home.mirrored_strategy(strategy, dz)
     dx, _ = home.call(dz, w.mT, tokens.back, None, "none", on, strategy, arriving=arriving, keep=False)
     empty = x.new_empty(0)
@@ -256,7 +255,7 @@ def all_to_all_matmul_backward(
 
     on = named(group)
     tokens = tokens_of(splits, received, w, on.size)
-    dw = w.new_empty(w.shape if wanted[1] else 0)
+    dw = like_weight(w) if wanted[1] else w.new_empty(0)
 
     def weight() -> None:
         if w.dim() == 3:
@@ -270,13 +269,13 @@ def all_to_all_matmul_backward(
 
 def _fake_pair(dz: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     wanted = rest[-3]
-    return x.new_empty(x.shape if wanted[0] else 0), w.new_empty(w.shape if wanted[1] else 0)
+    return x.new_empty(x.shape if wanted[0] else 0), like_weight(w) if wanted[1] else w.new_empty(0)
 
 
 def _fake_triple(dz: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     wanted = rest[-3]
     bias = (*w.shape[:-2], dz.shape[1])
-    dw, dbias = w.new_empty(w.shape if wanted[1] else 0), dz.new_empty(bias if wanted[2] else 0)
+    dw, dbias = like_weight(w) if wanted[1] else w.new_empty(0), dz.new_empty(bias if wanted[2] else 0)
     return torch.empty_like(x, memory_format=torch.contiguous_format), dw, dbias
 
 
@@ -285,7 +284,7 @@ def _fake_returned(
 ) -> tuple[Tensor, Tensor]:
     on = named(group)
     rows = sum(tokens_of(splits, received, w, on.size).matrix[on.rank])
-    return dz.new_empty(rows, w.shape[-2]), w.new_empty(w.shape if wanted[1] else 0)
+    return dz.new_empty(rows, w.shape[-2]), like_weight(w) if wanted[1] else w.new_empty(0)
 
 
 replicated_matmul_backward.register_fake(_fake_pair)

@@ -1,4 +1,4 @@
-"""The arguments that all matmul operators share: checked once, one sentence each."""
+"""The arguments that all matmul operators share: checked once, one sentence each; how weights lie in memory."""
 
 from __future__ import annotations
 
@@ -53,3 +53,13 @@ def output(out: torch.Tensor | None, shape: tuple[int, int], x: torch.Tensor, w:
         was = f"{list(out.shape)} {out.dtype} on {out.device}"
         raise InvalidArgument(argument="out", was=was, must=f"contiguous {list(shape)} {x.dtype} on {x.device}")
     return out
+
+
+def is_transposed(w: torch.Tensor) -> bool:
+    """Whether w [..., K, N] lies in memory as [..., N, K]."""
+    return w.stride(-1) != 1 and w.stride(-2) == 1
+
+
+def like_weight(w: torch.Tensor) -> torch.Tensor:
+    """Room for the gradient of w [..., K, N], which lies as w does."""
+    return w.mT.new_empty(w.mT.shape).mT if is_transposed(w) else w.new_empty(w.shape)
