@@ -26,9 +26,9 @@ def compiled_copy(kernel: Any, constexprs: dict[str, Any], alignment: int, targe
     types = dict.fromkeys(kernel.arg_names, "*i32")
     types |= {"amount": "i32", "deadline_ns": "i64"}
     for name in types:
-        if name.startswith("byte_count"):
+        if name.startswith("byte_count") or kernel is move.copies_kernel:
             types[name] = "i64"
-        elif alignment == 1 and name.startswith(("destination", "source")):
+        elif alignment == 1 and name in ("destination", "source"):
             types[name] = "*i8"
     constants = {**constexprs, "ALIGNMENT": alignment, "BLOCK": move.COPY_BLOCK}
     return compile_kernel(kernel, types, constants, target, num_warps=move.COPY_WARPS)

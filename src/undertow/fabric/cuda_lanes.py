@@ -86,7 +86,7 @@ class PeerLane(Lane):
         return [one.place() for one in incoming]
 
     def unload(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self._move.copy_all([(out.view(-1), view) for out, view in copies if view.numel()], self.ctas)
+        self._move.copy_all([(out.view(-1), view) for out, view in copies], self.ctas)
 
     def free(self, peer: int, slot: int) -> None:
         self._pairs.free(peer, slot)

@@ -34,7 +34,7 @@ _VECTOR = tl.constexpr(16)  # bytes of the widest access
 COPY_WARPS = 16
 COPY_BLOCK = 2048
 MOST_COPIES = 8  # of one launch
-_FEW_COPIES = 3  # as the three others of four ranks need
+_COPIES = (1, 3, MOST_COPIES)  # variants of the kernel; three are what the others of four ranks need
 SUM_WARPS = 8
 SUM_BLOCK = 2048
 
@@ -88,13 +88,18 @@ def copy_kernel(destination, source, byte_count: tl.int64, ALIGNMENT: tl.constex
     do_not_specialize=[f"{name}{one}" for name in ("destination", "source", "byte_count") for one in range(MOST_COPIES)]
 )
 def copies_kernel(
-    destination0, destination1, destination2, destination3, destination4, destination5, destination6, destination7,
-    source0, source1, source2, source3, source4, source5, source6, source7,
+    destination0: tl.int64, destination1: tl.int64, destination2: tl.int64, destination3: tl.int64,
+    destination4: tl.int64, destination5: tl.int64, destination6: tl.int64, destination7: tl.int64,
+    source0: tl.int64, source1: tl.int64, source2: tl.int64, source3: tl.int64,
+    source4: tl.int64, source5: tl.int64, source6: tl.int64, source7: tl.int64,
     byte_count0: tl.int64, byte_count1: tl.int64, byte_count2: tl.int64, byte_count3: tl.int64,
     byte_count4: tl.int64, byte_count5: tl.int64, byte_count6: tl.int64, byte_count7: tl.int64,
     COUNT: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first COUNT copies, none of which reads what another writes. Ordered by the launch only, as `copy_kernel`."""
+    """The first COUNT copies, none of which reads what another writes. Ordered by the launch only, as `copy_kernel`.
+
+    Addresses are numbers: views of tensors with the right type would cost the host more than the launch.
+    """
     destinations = (
         destination0, destination1, destination2, destination3, destination4, destination5, destination6, destination7,
     )  # fmt: skip
@@ -102,8 +107,11 @@ def copies_kernel(
     byte_counts = (
         byte_count0, byte_count1, byte_count2, byte_count3, byte_count4, byte_count5, byte_count6, byte_count7,
     )  # fmt: skip
+    WORD: tl.constexpr = tl.int32 if ALIGNMENT >= 4 else tl.int8
     for one in tl.static_range(COUNT):
-        _copy_range(destinations[one], sources[one], byte_counts[one], ALIGNMENT, BLOCK, one, COUNT)
+        destination = destinations[one].to(tl.pointer_type(WORD))
+        source = sources[one].to(tl.pointer_type(WORD))
+        _copy_range(destination, source, byte_counts[one], ALIGNMENT, BLOCK, one, COUNT)
 
 
 @triton.jit(do_not_specialize=["destination", "source", "byte_count", "ticket", "signal", "amount"])
@@ -212,13 +220,11 @@ def _alignment(*addresses: int) -> int:
     return next(width for width in (16, 4, 1) if all(address % width == 0 for address in addresses))
 
 
-def _views(
-    destination: torch.Tensor, source: torch.Tensor, widest: int = 16
-) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+def _views(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int, int]:
     """Both ends with the pointer type of `_copy_range`, the number of bytes, and the alignment that chose the type.
 
     The kernels leave all alignment to this choice and specialise nothing by value, so that ranks never compile a
-    different variant of the same call. `widest`: the most that other copies of the same launch allow.
+    different variant of the same call.
     """
     for name, tensor in (("destination", destination), ("source", source)):
         if not tensor.is_contiguous():
@@ -227,7 +233,7 @@ def _views(
     if destination.numel() * destination.element_size() != size:
         was = f"{destination.numel() * destination.element_size()} bytes"
         raise InvalidArgument(argument="destination", was=was, must=f"{size} bytes, as the source")
-    alignment = _alignment(destination.data_ptr(), source.data_ptr(), widest) if size >= _VECTOR.value else 1
+    alignment = _alignment(destination.data_ptr(), source.data_ptr()) if size >= _VECTOR.value else 1
     ends = [tensor.view(-1).view(torch.uint8) for tensor in (destination, source)]
     words = size // 4 * 4
     ends = [end[:words].view(torch.int32) if alignment >= 4 else end.view(torch.int8) for end in ends]
@@ -252,28 +258,25 @@ def copy(destination: torch.Tensor, source: torch.Tensor, ctas: int) -> None:
 
 
 def copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], ctas: int) -> None:
-    """Copy the bytes of several (destination, source), as many as fit in each launch, with at most `ctas` CTAs.
+    """Copy the bytes of several contiguous (destination, source), with at most `ctas` CTAs.
 
     No copy may read what another writes, nor two write the same.
     """
-    for first in range(0, len(copies), MOST_COPIES):
-        some = copies[first : first + MOST_COPIES]
-        if len(some) == 1:
-            copy(*some[0], ctas)
-            continue
-        widest = min(_views(*one)[3] for one in some)
-        views = [_views(*one, widest) for one in some]
-        count = _FEW_COPIES if len(some) <= _FEW_COPIES else MOST_COPIES
-        views += [(*views[0][:2], 0, widest)] * (MOST_COPIES - len(some))  # of no byte
-        grid = _copy_grid(sum(size for _, _, size, _ in views), widest, ctas)
-        copies_kernel[grid](
-            *(to for to, _, _, _ in views),
-            *(by for _, by, _, _ in views),
-            *(size for _, _, size, _ in views),
-            COUNT=count,
-            ALIGNMENT=widest,
-            BLOCK=COPY_BLOCK,
-            num_warps=COPY_WARPS,
+    for to, by in copies:
+        if to.nbytes != by.nbytes:
+            raise InvalidArgument(argument="destination", was=f"{to.nbytes} bytes", must=f"{by.nbytes}, as the source")
+        if not (to.is_contiguous() and by.is_contiguous()):
+            raise InvalidArgument(argument="destination or source", was="strided", must="contiguous")
+    every = [(to.data_ptr(), by.data_ptr(), by.nbytes) for to, by in copies if by.nbytes]
+    for first in range(0, len(every), MOST_COPIES):
+        some = every[first : first + MOST_COPIES]
+        least = min(size for _, _, size in some)
+        alignment = _alignment(*(address for one in some for address in one[:2])) if least >= _VECTOR.value else 1
+        count = next(count for count in _COPIES if count >= len(some))
+        some += [(some[0][0], some[0][1], 0)] * (MOST_COPIES - len(some))  # of no byte
+        to_all, from_all, sizes = zip(*some, strict=True)
+        copies_kernel[_copy_grid(sum(sizes), alignment, ctas)](
+            *to_all, *from_all, *sizes, COUNT=count, ALIGNMENT=alignment, BLOCK=COPY_BLOCK, num_warps=COPY_WARPS
         )
 
 
@@ -336,11 +339,11 @@ def wait_and_copy(
 
 
 def warm_up(device: torch.device) -> None:
-    """Load every variant of `copy` and `copy_all`: loading synchronises, and would hang behind a waiting stream."""
+    """Load every variant of `copy_all`: loading synchronises, and would hang behind a waiting stream."""
     room = torch.zeros(128 * (MOST_COPIES + 1), dtype=torch.uint8, device=device)
     for alignment in (16, 4, 1):
         copies = [(room[128 * one :][:33], room[alignment:][:33]) for one in range(1, MOST_COPIES + 1)]
-        for count in (1, _FEW_COPIES, MOST_COPIES):
+        for count in _COPIES:
             copy_all(copies[:count], 1)
     torch.cuda.synchronize(device)
 

@@ -34,7 +34,8 @@ class Request:
     `run_program` does the whole call where a collective program moves the parcels. `changed`: tensors of the caller
     that a call reads and then overwrites, so that a second call would give another result. `grains`: those that the
     operator has; `lane`: the one of a strategy that names none. `unmeasured`: the choice for a strategy where the
-    planner does not know the problem.
+    planner does not know the problem. `by_program`: whether a program that a plan of ours names may move the parcels;
+    else they are moved one by one.
     """
 
     problem: Problem
@@ -49,10 +50,19 @@ class Request:
     grains: tuple[str, ...] = GRAINS
     lane: str = "net"
     unmeasured: Callable[[str], Choice] | None = None
+    by_program: bool = False
 
     def execute(self, plan: Plan) -> None:
         """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""
         fabric = self.group.fabric
+        if plan.program and self.by_program:
+            from .program import planned
+
+            assert self.run_program is not None
+            call = planned(self.problem, self.group, None, plan.name, plan)
+            with fabric.guarded_call((self.output,)):
+                self.run_program(call)
+            return
         lane = fabric.lane(plan.lane)  # before the guarded part: opening it is collective and slow
         with fabric.guarded_call((self.output,)):
             self.run(plan, lane)

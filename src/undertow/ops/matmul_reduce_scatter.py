@@ -131,7 +131,10 @@ def call(
         run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
 
     changed = after.changed if after else ()
-    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program, changed)
+    by_program = beside is None and rows is None and Finish(bias, activation, after=after).follows(y)
+    request = Request(
+        problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program, changed, by_program=by_program
+    )  # fmt: skip
     perform(request, strategy, plan, program)
     return y
 
