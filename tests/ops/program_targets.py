@@ -259,3 +259,34 @@ def few_bands_and_many_programs() -> tuple[list[bool], int]:
         ut.matmul_all_reduce(torch.ones(64, 3), torch.ones(3, 32), group=group, program=in_runs(4))
         counts.append(len(os.listdir("/proc/self/fd")))
     return right, counts[-1] - counts[0]
+
+
+def strategies_may_choose_one() -> list[str]:
+    """As on a GPU over `peer`: the plan of a strategy names a program. What was explained, call by call."""
+    from undertow.ops import choose
+    from undertow.plan.defaults import program_plan
+
+    group, usual = ut.init(), choose.default_plan
+    ran: list[str] = []
+    real = ops_program._executable
+
+    def executable(fabric: Any, call: ops_program.ProgramCall, longest: int) -> Any:
+        ran.append(call.plan.program)
+        return real(fabric, call, longest)
+
+    ops_program._executable = executable  # type: ignore[assignment]
+    choose.default_plan = lambda problem, grain, lane: program_plan(problem, lane, "two_shot")  # type: ignore
+    try:
+        for shape, dtype in itertools.product(((64, 40, 8), (33, 7, 5)), (torch.float32, torch.bfloat16)):
+            for seed in range(4):  # with and without bias and activation
+                case = suite.Case("matmul_all_reduce", "signaled:peer", dtype, shape, seed)
+                before, bare = (
+                    len(ran),
+                    suite._bias(case, 1, group.device) is None and suite._activation(case) == "none",
+                )
+                suite.verify(group, case)
+                follows = bare or dtype == torch.float32
+                assert (len(ran) > before) == follows, (case, "16-bit sums are rounded once" if not follows else "")
+    finally:
+        choose.default_plan, ops_program._executable = usual, real
+    return ran

@@ -84,3 +84,9 @@ def test_few_bands_and_programs_made_anew() -> None:
     for right, more_descriptors in ut.launch(targets.few_bands_and_many_programs, 2, device="cpu", deadline=20):
         assert right == [True] * 3
         assert more_descriptors == 0
+
+
+def test_a_strategy_may_choose_a_program() -> None:
+    for found in ut.launch(targets.strategies_may_choose_one, 2, device="cpu", deadline=20):
+        assert found
+        assert set(found) == {"two_shot"}

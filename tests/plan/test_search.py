@@ -243,3 +243,27 @@ def test_over_engines_parcels_hold_as_much_of_every_rank() -> None:
     reduced = machines.problem("matmul_all_reduce")  # every rank has a part of every band
     natural = dataclasses.replace(default_plan(reduced, "signaled", "dma"), layout="natural")
     assert is_even(reduced, dataclasses.replace(natural, parcels=((0, 32), (32, natural.extent))))
+
+
+@pytest.mark.parametrize(
+    ("operator", "device", "lane", "m", "program"),
+    [
+        ("matmul_all_reduce", "cuda", "peer", 4096, "two_shot"),
+        ("matmul_reduce_scatter", "cuda", "peer", 4096, "reduce_scatter_direct"),
+        ("matmul_all_reduce", "cuda", "peer", 128, ""),  # one band: parcels of tiles, packed
+        ("matmul_all_reduce", "cuda", "dma", 4096, ""),
+        ("matmul_all_reduce", "cpu", "peer", 4096, ""),
+        ("all_gather_matmul", "cuda", "peer", 4096, ""),
+        ("matmul_all_to_all", "cuda", "peer", 4096, ""),
+    ],
+)
+def test_one_launch_moves_what_is_summed_over_peer_memory(
+    operator: str, device: str, lane: str, m: int, program: str
+) -> None:
+    problem = Problem.of(operator, m, 2048, 512, dtype="bfloat16", ranks=4, device=device, multiprocessors=33)
+    plan = default_plan(problem, "signaled", lane)
+    plan.check(problem)
+    assert plan.program == program
+    if device == "cuda":
+        among = [one for one in candidates(problem, machines.machine(), ("peer",)) if one.program]
+        assert among == ([default_plan(problem, "signaled", "peer")] if program or lane == "dma" else [])
