@@ -11,7 +11,8 @@ Speed-up is over serial; E is the part of the exposed communication that was hid
 the longer of the two parts.
 
     PYTHONPATH=src python bench/gpu_overlap.py [--ranks 4] [--lane dma] [--operators ...] [--m ...] [--k ...] [--graph]
-        [--ahead] [--machine FILE]
+        [--ahead] [--machine FILE] [--out FILE]
+    PYTHONPATH=src python bench/gpu_overlap.py --show FILE
 """
 
 from __future__ import annotations
@@ -247,7 +248,27 @@ def rank_main(options: dict[str, Any]) -> list[dict[str, Any]]:
         found.append({**bench.shape(operator, m, k), "link": link})
         if bench.group.rank == 0:
             print(line(found[-1]), flush=True)
+            store(found, options)  # as far as it came, should it be cut
     return found
+
+
+def store(found: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    if options["out"]:
+        link = f"virtual node of {found[0]['ranks']}, lane {options['lane']}"
+        facts = environment({"link": link, "graph": options["graph"], "ahead": options["ahead"]})
+        text = json.dumps({"shapes": found, "environment": facts}, indent=1, default=str)
+        Path(options["out"]).write_text(text + "\n")
+
+
+def show(found: list[dict[str, Any]]) -> None:
+    best = [
+        max((one["median"]["serial"] / took, name) for name, took in one["median"].items() if name != "serial"
+            and name not in ("gemm", "communication"))
+        for one in found
+    ]  # fmt: skip
+    print(f"best speed-up {max(best)[0]:.2f} ({max(best)[1]}), geometric mean of the best of each shape "
+          f"{math.exp(statistics.mean(math.log(one) for one, _ in best)):.2f}")  # fmt: skip
+    print(*summary(found), sep="\n")
 
 
 def main() -> None:
@@ -262,26 +283,21 @@ def main() -> None:
     parser.add_argument("--ahead", action="store_true", help="device time, the hosts ahead of it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--machine", type=Path, help="a machine file: its best plan is measured, too")
+    parser.add_argument("--show", type=Path, help="what such a run stored, instead of running")
     options = parser.parse_args()
+    if options.show:
+        found = json.loads(options.show.read_text())["shapes"]
+        print(*(line(one) for one in found), sep="\n")
+        show(found)
+        return
     given = {
         "machine": Machine.load(options.machine).to_dict() if options.machine else None,
         "lane": options.lane, "graph": options.graph, "ahead": options.ahead, "rounds": options.rounds,
         "operators": options.operators.split(","), "m": [int(one) for one in options.m.split(",")],
-        "k": [int(one) for one in options.k.split(",")],
+        "k": [int(one) for one in options.k.split(",")], "out": str(options.out or ""),
     }  # fmt: skip
     found = ut.launch(rank_main, options.ranks, device="cuda", args=(given,), deadline=60)[0]
-    best = [
-        max((one["median"]["serial"] / took, name) for name, took in one["median"].items() if name != "serial"
-            and name not in ("gemm", "communication"))
-        for one in found
-    ]  # fmt: skip
-    print(f"best speed-up {max(best)[0]:.2f} ({max(best)[1]}), geometric mean of the best of each shape "
-          f"{math.exp(statistics.mean(math.log(one) for one, _ in best)):.2f}")  # fmt: skip
-    print(*summary(found), sep="\n")
-    if options.out:
-        link = f"virtual node of {options.ranks}, lane {options.lane}"
-        facts = environment({"link": link, "graph": options.graph, "ahead": options.ahead})
-        options.out.write_text(json.dumps({"shapes": found, "environment": facts}, indent=1, default=str) + "\n")
+    show(found)
 
 
 if __name__ == "__main__":
