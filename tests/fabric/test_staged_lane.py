@@ -271,11 +271,12 @@ def test_only_rows_at_even_distances_are_joined(modules: Any) -> None:
         ((0, 10, 20), (0, 70, 140), [1, 1, 1]),  # and must not overlap
     ):
         chunks = [lanes._Chunk(peer, 0, hosts[peer], Memory(devices[peer]), 0, 64) for peer in range(3)]
-        assert [rows.height for _, _, rows in lanes._joined(chunks, None)] == copies
+        assert [rows.height for _, rows in lanes._joined(chunks, None)] == copies
     sizes = [lanes._Chunk(peer, 0, 100 * peer, Memory(100 * peer), 0, 64 - peer) for peer in range(3)]
     assert len(lanes._joined(sizes, None)) == 3
-    places = [lanes._Chunk(peer, peer, 100 * peer, Memory(100 * peer), 0, 64) for peer in range(3)]
-    assert len(lanes._joined(places, None)) == 3
+    places = [lanes._Chunk(one // 2, one % 2, 100 * one, Memory(70 * one), 0, 64) for one in range(4)]
+    ((held, rows),) = lanes._joined(places, None)  # two messages to each of two peers
+    assert (held, rows.height) == ([(0, 0), (0, 1), (1, 0), (1, 1)], 4)
 
 
 def test_copies_of_a_graph_stay_inside_their_memory(modules: Any) -> None:
@@ -284,8 +285,8 @@ def test_copies_of_a_graph_stay_inside_their_memory(modules: Any) -> None:
     memory = torch.zeros(4, 100, dtype=torch.uint8)
     for first, rings, heights in ((0, 300, [3]), (1, 300, [2, 1]), (0, 290, [2, 1])):  # 30 bytes in rows 0 to 2, 1 to 3
         chunks = [lanes._Chunk(peer, 0, 100 * peer, memory[first + peer, 60:90], 0, 30) for peer in range(3)]
-        assert [rows.height for _, _, rows in lanes._joined(chunks, None)] == [3]
-        assert [rows.height for _, _, rows in lanes._joined(chunks, rings)] == heights
+        assert [rows.height for _, rows in lanes._joined(chunks, None)] == [3]
+        assert [rows.height for _, rows in lanes._joined(chunks, rings)] == heights
 
 
 def test_a_long_stop_is_made_in_pieces(modules: Any) -> None:
