@@ -273,9 +273,11 @@ class StagedLane(Lane):
 
         A chunk waits for nothing but the reading of an earlier one of its own message, so with this order on all ranks
         nobody waits in a circle. (Messages of one pair in one call have slots of their own, or follow each other: a
-        copy out never waits for the reading of what leaves with it.) Chunks at even distances, here and in the rings, go together: every copy costs the
-        engine a pause, so one of several rows beats several. The two sides need not join alike: each has its own flags.
-        Peers follow each other from this rank on, so that no receiver is everybody's first.
+        copy out never waits for the reading of what leaves with it.)
+
+        Chunks at even distances, here and in the rings, go together: every copy costs the engine a pause, so one of
+        several rows beats several. The two sides need not join alike: each has its own flags. Peers follow each other
+        from this rank on, so that no receiver is everybody's first.
         """
         for peer, _, _ in messages:
             if peer == self._rank:
