@@ -138,8 +138,8 @@ def test_turns_keep_what_depends_on_each_other_in_order(workers: int) -> None:
     assert sorted(turn_of) == list(range(len(schedule.instructions)))
     touched: dict[int, tuple[int, bool]] = {}
     for at in order.in_order(schedule):
-        written = set(order.atoms_written(schedule, at))
-        for atom in written | set(order.atoms_read(schedule, at)):
+        written = {atom for atom, _ in order.atoms_written(schedule, at)}
+        for atom in written | {atom for atom, _ in order.atoms_read(schedule, at)}:
             before, wrote = touched.get(atom, (at, False))
             if before != at and (wrote or atom in written):
                 assert turn_of[before] < turn_of[at]

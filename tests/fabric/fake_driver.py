@@ -100,7 +100,7 @@ class World:
         }  # fmt: skip
 
     def run(self, seed: int, late: Collection[int] = ()) -> None:
-        """Until everything has run; an AssertionError if nothing can. Streams that are `late` move when no other can."""
+        """Until everything has run; an AssertionError if nothing can. The `late` streams move when no other can."""
         chosen = random.Random(seed)
         while left := [stream for stream, queue in self.streams.items() if queue]:
             can = [stream for stream in left if self.streams[stream][0][0]()]

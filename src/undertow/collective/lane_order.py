@@ -31,17 +31,25 @@ class Turn(NamedTuple):
     instructions: list[int]
 
 
+Chunk = tuple[int, int]  # an instruction (or an atom), and which of the chunks that are moved it is
+
+
 class Order(NamedTuple):
-    """All turns of an iteration, and by instruction those whose values it reads."""
+    """All turns of an iteration; by instruction those whose values it reads; by chunk what it is made of: chunks that
+    earlier instructions have moved, all of one length."""
 
     turns: list[Turn]
     values: list[set[int]]
+    made_of: dict[Chunk, set[Chunk]]
 
 
 def in_turns(schedule: Schedule) -> Order:
     """The same on all ranks."""
     order, ranks = in_order(schedule), executors(schedule)
-    needs, values = _conflicts(schedule, order)
+    needs, made_of = _conflicts(schedule, order)
+    values: list[set[int]] = [set() for _ in order]
+    for (at, _), chunks in made_of.items():
+        values[at].update(other for other, _ in chunks)
     begins = _parcels(schedule, order, ranks)
     lag = max(1, _height(order, values) // 2)
     level, parcel = [0] * len(order), [0] * len(order)
@@ -52,7 +60,7 @@ def in_turns(schedule: Schedule) -> Order:
     turns: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for at in order:
         turns[level[at], parcel[at], ranks[at]].append(at)
-    return Order([Turn(where[2], turns[where]) for where in sorted(turns)], values)
+    return Order([Turn(where[2], turns[where]) for where in sorted(turns)], values, made_of)
 
 
 def in_order(schedule: Schedule) -> list[int]:
@@ -88,39 +96,41 @@ def in_order(schedule: Schedule) -> list[int]:
     return sorted(range(len(one)), key=level.__getitem__)
 
 
-def _conflicts(schedule: Schedule, order: list[int]) -> tuple[list[set[int]], list[set[int]]]:
-    """By instruction: those before it that touch the same memory, and of these the ones whose values it reads."""
-    writer: dict[int, int] = {}
+def _conflicts(schedule: Schedule, order: list[int]) -> tuple[list[set[int]], dict[Chunk, set[Chunk]]]:
+    """By instruction: those before it that touch the same memory. By chunk: what it is made of."""
+    writer: dict[int, Chunk] = {}
     readers: dict[int, list[int]] = defaultdict(list)  # since it was written
     needs: list[set[int]] = [set() for _ in order]
-    values: list[set[int]] = [set() for _ in order]
+    made_of: dict[Chunk, set[Chunk]] = defaultdict(set)
     for at in order:
-        for atom in atoms_read(schedule, at):
+        for atom, part in atoms_read(schedule, at):
             if atom in writer:
-                values[at].add(writer[atom])
+                made_of[at, part].add(writer[atom])
+                needs[at].add(writer[atom][0])
             readers[atom].append(at)
-        needs[at] |= values[at]
-        for atom in atoms_written(schedule, at):
+        for atom, part in atoms_written(schedule, at):
             if atom in writer:
-                needs[at].add(writer[atom])
+                needs[at].add(writer[atom][0])
             needs[at].update(readers.pop(atom, ()))
-            writer[atom] = at
+            writer[atom] = at, part
         needs[at].discard(at)  # a sum may be stored over one of its parts
-    return needs, values
+    return needs, made_of
 
 
-def atoms_read(schedule: Schedule, at: int) -> list[int]:
-    """All chunks that an instruction reads."""
+def atoms_read(schedule: Schedule, at: int) -> list[Chunk]:
+    """All atoms that an instruction reads, each with the number of its chunk."""
     one = schedule.instructions
-    begins: list[int] = one.source_atom[one.source_start[at] : one.source_start[at + 1]].tolist()
-    return [atom for begin in begins for atom in range(begin, begin + int(one.count[at]))]
+    return _atoms(one.source_atom[one.source_start[at] : one.source_start[at + 1]].tolist(), int(one.count[at]))
 
 
-def atoms_written(schedule: Schedule, at: int) -> list[int]:
-    """All chunks that it writes, anywhere; those of a kernel's parcel are written once it is waited for."""
+def atoms_written(schedule: Schedule, at: int) -> list[Chunk]:
+    """All that it writes, anywhere; those of a kernel's parcel are written once it is waited for."""
     one = schedule.instructions
-    begins: list[int] = one.store_atom[one.store_start[at] : one.store_start[at + 1]].tolist()
-    return [atom for begin in begins for atom in range(begin, begin + int(one.count[at]))]
+    return _atoms(one.store_atom[one.store_start[at] : one.store_start[at + 1]].tolist(), int(one.count[at]))
+
+
+def _atoms(begins: list[int], count: int) -> list[Chunk]:
+    return [(begin + part, part) for begin in begins for part in range(count)]
 
 
 def executors(schedule: Schedule) -> list[int]:

@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument
-from .lane_order import Order, Turn, atoms_read, executors, in_turns
+from .lane_order import Chunk, Order, Turn, atoms_read, executors, in_turns
 from .lane_steps import (
     EARLY,
     EXPECT,
@@ -101,7 +101,7 @@ class Walk:
 def walk(schedule: Schedule, rank: int, nodes: Sequence[int], near: int) -> Walk:
     """The walk of `rank`. `nodes` as in a group; `near`: what the lane inside a node holds; MEETING if it is a net."""
     order = in_turns(schedule)
-    messages, sends, reads = _messages(schedule, order.turns)
+    messages, sends, reads, takers = _messages(schedule, order.turns)
 
     lane_of = [NEAR if near != MEETING and nodes[one.sender] == nodes[one.receiver] else FAR for one in messages]
     if near == TWO:
@@ -112,8 +112,7 @@ def walk(schedule: Schedule, rank: int, nodes: Sequence[int], near: int) -> Walk
         slots = _number_places(messages, schedule.depth)
     lanes = [{lane_of[number] for number in sent} for sent in sends]
     tracks = _tracks(schedule, order, messages, reads)
-    takers = [{messages[number].first_read for number in sent} for sent in sends]
-    made = _Walker(Steps(schedule, rank, lanes, takers, order.values), schedule, messages, reads, tracks)
+    made = _Walker(Steps(schedule, rank, lanes, takers, order.made_of), schedule, messages, reads, tracks)
     held: dict[tuple[int, bool], deque[int]] = defaultdict(deque)  # by sender: messages that may not have been taken
     for turn in order.turns:
         taken = []
@@ -200,22 +199,28 @@ def _tracks(schedule: Schedule, order: Order, messages: list[Message], reads: li
     return tracks
 
 
-def _messages(schedule: Schedule, turns: list[Turn]) -> tuple[list[Message], list[list[int]], list[list[int]]]:
-    """All messages of an iteration, and the numbers of those that each instruction sends and reads."""
+def _messages(
+    schedule: Schedule, turns: list[Turn]
+) -> tuple[list[Message], list[list[int]], list[list[int]], dict[Chunk, set[Chunk]]]:
+    """All messages of an iteration, the numbers of those that each instruction sends and reads, and who reads first
+    what a chunk of it was sent as."""
     one, ranks = schedule.instructions, executors(schedule)
     staging = len(schedule.buffers) - 1
     before_staging = schedule.atoms[:, 2:staging].sum(axis=1)
     messages: list[Message] = []
     sends: list[list[int]] = [[] for _ in ranks]
     reads: list[list[int]] = [[] for _ in ranks]
-    live: dict[int, int] = {}  # staging atom -> the message in it
+    live: dict[int, tuple[int, int]] = {}  # staging atom -> the message in it, the chunk it was sent from
+    takers: dict[Chunk, set[Chunk]] = defaultdict(set)
     for at in (at for turn in turns for at in turn.instructions):
-        for atom in atoms_read(schedule, at):
+        for atom, part in atoms_read(schedule, at):
             if atom < schedule.user_atoms or schedule.atom_buffer[atom] != staging:
                 continue
-            number = live[atom]
+            number, chunk = live[atom]
             reads[at].append(number)
-            messages[number].first_read = at if messages[number].first_read < 0 else messages[number].first_read
+            if messages[number].first_read < 0:
+                messages[number].first_read = at
+                takers[messages[number].sent, chunk].add((at, part))
             messages[number].last_read = at
         for atom in one.store_atom[one.store_start[at] : one.store_start[at + 1]].tolist():
             to = int(schedule.atom_rank[atom])
@@ -223,13 +228,13 @@ def _messages(schedule: Schedule, turns: list[Turn]) -> tuple[list[Message], lis
                 continue
             place = int(before_staging[to]) + atom - int(schedule.first_atom[to, staging])
             for part in range(int(one.count[at])):
-                live[atom + part] = len(messages)
+                live[atom + part] = len(messages), part
                 sends[at].append(len(messages))
                 messages.append(Message(ranks[at], to, place + part, at))
     if any(one.last_read < 0 for one in messages):
         must = "one whose messages are all read: nobody would free the others' places"
         raise InvalidArgument(argument="schedule", was="one with a message that nobody reads", must=must)
-    return messages, sends, reads
+    return messages, sends, reads, takers
 
 
 def _share(schedule: Schedule, messages: list[Message], sends: list[list[int]]) -> None:

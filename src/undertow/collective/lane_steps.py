@@ -4,12 +4,12 @@ between tracks where two of them use the same memory."""
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .lane_order import atoms_read, atoms_written, executors
+from .lane_order import Chunk, atoms_read, atoms_written, executors
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -19,7 +19,7 @@ EARLY, MAIN, LATE = range(3)  # tracks
 # Steps and what their numbers mean. Flushes with LATER are for iterations from `depth` on.
 # instruction, instructions, messages, messages, messages, parcel of a kernel, lane, lane, signal, signal
 RUN, SEND, EXPECT, RECEIVE, FREE, AWAIT, FLUSH, FLUSH_LATER, SIGNAL, WAIT = range(10)
-_LOOK_BACK = 64  # instructions
+_LOOK_BACK = 64  # chunks
 _SPARES = 16  # chunks that wait to be sent and have no other memory; with more of them, a flush makes room
 
 
@@ -41,7 +41,8 @@ class _Touch(NamedTuple):
 class Steps:
     """Collects steps.
 
-    By instruction: `lanes` that its messages go by, `takers` that read them first, those whose `values` it reads.
+    By instruction: `lanes` that its messages go by. By chunk: the `takers` that read first what it was sent as, and
+    what it was `made_of`.
     """
 
     def __init__(
@@ -49,11 +50,11 @@ class Steps:
         schedule: Schedule,
         rank: int,
         lanes: Sequence[set[int]],
-        takers: Sequence[set[int]],
-        values: Sequence[set[int]],
+        takers: Mapping[Chunk, set[Chunk]],
+        made_of: Mapping[Chunk, set[Chunk]],
     ) -> None:
         self._schedule, self._rank = schedule, rank
-        self._lanes, self._takers, self._values = lanes, takers, values
+        self._lanes, self._takers, self._made_of = lanes, takers, made_of
         self._steps: list[tuple[Step, _Touch]] = []
         self._next_spare = 0
         mine = np.array(executors(schedule)) == rank
@@ -61,7 +62,8 @@ class Steps:
         staging = len(schedule.buffers) - 1
         # Places of my workspace are counted from the first scratch chunk on, atoms from the first of staging.
         self._first_place = int(schedule.first_atom[rank, staging]) - int(schedule.atoms[rank, 2:staging].sum())
-        self._sent: dict[int, set[int]] = {}  # instruction -> what its messages are read from
+        self._sent: dict[int, list[int]] = {}  # instruction -> what the messages of its chunks are read from
+        self._written: dict[int, dict[int, int]] = {}  # instruction -> local memory that it writes -> chunk
         self.spare_of: dict[int, int] = {}
         self.spares = 0
         self.signals = 0
@@ -77,7 +79,7 @@ class Steps:
         one = self._schedule.instructions
         written: dict[int, set[int]] = defaultdict(set)
         for at in instructions:
-            written[int(one.number[at])].update(atoms_written(self._schedule, at))
+            written[int(one.number[at])].update(atom for atom, _ in atoms_written(self._schedule, at))
         for parcel, atoms in written.items():
             self._steps.append((Step(AWAIT, track, (parcel,)), _Touch(set(), atoms)))
 
@@ -87,24 +89,27 @@ class Steps:
         computed, waiting = [], []
         for at in instructions:
             stores = atoms_written(schedule, at)
-            local = {atom for atom in stores if schedule.atom_rank[atom] == self._rank}
+            local = {atom: part for atom, part in stores if schedule.atom_rank[atom] == self._rank}
             sends = len(local) < len(stores)
-            spare: set[int] = set()
+            spare: list[int] = []
             if sends and not local and not sends_source(schedule, at):
                 spare = self._spare(at)
             if sends:
                 self._sent[at] = self._sent_from(at, spare)
             if local or spare:
-                computed.append((at, sends, local | spare))
+                self._written[at] = {**local, **{atom: part for part, atom in enumerate(spare)}}
+                computed.append((at, sends))
             else:
                 waiting.append(at)
         self._send(waiting, track)
         waiting = []
-        for at, sends, written in computed:
+        for at, sends in computed:
+            written = set(self._written[at])
             if any(not written.isdisjoint(self._sent[other]) for other in waiting):  # all spares are in use
                 self._send(waiting, track)
                 waiting = []
-            self._steps.append((Step(RUN, track, (at,)), _Touch(set(atoms_read(schedule, at)), written)))
+            read = {atom for atom, _ in atoms_read(schedule, at)}
+            self._steps.append((Step(RUN, track, (at,)), _Touch(read, written)))
             if sends:
                 waiting.append(at)
         self._send(waiting, track)
@@ -114,25 +119,25 @@ class Steps:
             read = set[int]().union(*(self._sent[at] for at in instructions))
             self._steps.append((Step(SEND, track, tuple(instructions)), _Touch(read, set())))
 
-    def _sent_from(self, at: int, spare: set[int]) -> set[int]:
+    def _sent_from(self, at: int, spare: list[int]) -> list[int]:
         """What the messages of an instruction are read from: its source, its first local store, or a spare."""
         if spare:
             return spare
         one, schedule = self._schedule.instructions, self._schedule
         if sends_source(schedule, at):
-            return set(atoms_read(schedule, at))
+            return [atom for atom, _ in atoms_read(schedule, at)]
         stores = one.store_atom[one.store_start[at] : one.store_start[at + 1]].tolist()
         first = next(atom for atom in stores if schedule.atom_rank[atom] == self._rank)
-        return set(range(first, first + int(one.count[at])))
+        return list(range(first, first + int(one.count[at])))
 
-    def _spare(self, at: int) -> set[int]:
+    def _spare(self, at: int) -> list[int]:
         """Memory of its own for a sum that is only sent; used again after a while, which makes a flush."""
         count = int(self._schedule.instructions.count[at])
         first = self._next_spare if self._next_spare + count <= self._room else 0
         self._next_spare = first + count
         self.spares = max(self.spares, self._next_spare)
         self.spare_of[at] = first
-        return {-1 - spare for spare in range(first, first + count)}
+        return [-1 - spare for spare in range(first, first + count)]
 
     # -- flushes and signals -------------------------------------------------------------------------------------------
 
@@ -147,14 +152,16 @@ class Steps:
         for at, atoms in self._sent.items():
             for lane in self._lanes[at]:
                 recycled[lane].update(atom for atom in atoms if not 0 <= atom < users)
-        pending: list[dict[int, set[int]]] = [{}, {}]  # by lane: what sends of this iteration may still read, and which
+        pending: list[dict[int, set[Chunk]]] = [{}, {}]  # by lane: what sends of this iteration may read, and which
         over = [False, False]  # whether sends of earlier iterations are over
         found = []
         for step, touch in self._steps:
             if step.kind == RUN:
                 for lane in (NEAR, FAR):
-                    sent = [pending[lane][atom] for atom in touch.written if atom in pending[lane]]
-                    again = bool(sent) and not self._taken(step.numbers[0], set[int]().union(*sent))
+                    again = any(
+                        atom in pending[lane] and not self._taken((step.numbers[0], part), pending[lane][atom])
+                        for atom, part in self._written[step.numbers[0]].items()
+                    )
                     if again or (not over[lane] and not touch.written.isdisjoint(recycled[lane])):
                         read = (set(pending[lane]) if again else set()) | (set() if over[lane] else recycled[lane])
                         kind = FLUSH if again else FLUSH_LATER
@@ -165,18 +172,20 @@ class Steps:
             elif step.kind == SEND:
                 for at in step.numbers:
                     for lane in self._lanes[at]:
-                        for atom in self._sent[at]:
-                            pending[lane].setdefault(atom, set()).add(at)
+                        for part, atom in enumerate(self._sent[at]):
+                            pending[lane].setdefault(atom, set()).add((at, part))
             found.append((step, touch))
         return found
 
-    def _taken(self, at: int, senders: set[int]) -> bool:
-        """Whether `at` reads what was made, by and by, of all messages of `senders`: then these have left. A short look
-        back: answers come soon, or not at all."""
-        wanted = set[int]().union(*(self._takers[one] for one in senders))
-        found, ahead = {at}, deque([at])
+    def _taken(self, chunk: Chunk, sent: set[Chunk]) -> bool:
+        """Whether `chunk` is made, by and by, of all messages that chunks `sent` were sent as: then these have left.
+
+        A short look back: answers come soon, or not at all. All chunks on the way are as long, so that none is empty.
+        """
+        wanted = set[Chunk]().union(*(self._takers[one] for one in sent))
+        found, ahead = {chunk}, deque([chunk])
         while ahead and len(found) < _LOOK_BACK and not wanted <= found:
-            new = self._values[ahead.popleft()] - found
+            new = self._made_of.get(ahead.popleft(), set()) - found
             found |= new
             ahead.extend(new)
         return wanted <= found
