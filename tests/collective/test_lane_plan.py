@@ -85,6 +85,27 @@ def tangled(c: Trace) -> None:
             other.output[0].reduce(other.scratch()[place])
 
 
+@program("all_reduce", chunks=6, ranks=2)
+def mixed(c: Trace) -> None:
+    """What rank 0 sends at once is in part only sent, in part kept, too."""
+    first, second = c.rank(0), c.rank(1)
+    for chunk in range(6):
+        if chunk < 3:
+            first.input[chunk].copy(first.output[chunk])
+        else:
+            second.input[chunk].copy(first.output[chunk])
+        first.input[chunk].copy(second.output[chunk])
+
+
+def test_messages_are_counted_as_they_leave() -> None:
+    schedule = mixed.compile(target="staged", slots=6, check=False)
+    sends = of_kind(plan.walk(schedule, 0, (0, 0), plan.TWO), steps.SEND)
+    assert [len(one.numbers) for one in sends] == [3, 3]
+    assert sends[0].numbers > sends[1].numbers  # what is only sent comes first
+    for seed in range(5):
+        Model(schedule, (0, 0), plan.TWO, 4, seed).run()
+
+
 MUTANTS = {  # a kind of step that is left out or comes too late, and a schedule that needs it
     "no flush": (LIBRARY["one_shot"], 6, plan.PLACES, "may still read"),
     "late receive": (tangled, 2, plan.TWO, "deadlock|out of order"),

@@ -46,13 +46,15 @@ class Model:
         return one.sender, one.receiver, one.shared, slot
 
     def batches(self, numbers: Sequence[int], iteration: int) -> Iterator[tuple[int, ...]]:
-        """What a lane may join: messages with a hand-off each. Without joins: one by one."""
+        """What a lane may join: messages with a hand-off each, those of a pair upwards. Without joins: one by one."""
         some: dict[object, int] = {}
         for number in numbers:
-            if some and (not self.joins or self.holder(number, iteration) in some):
+            one, holder = self.messages[number], self.holder(number, iteration)
+            other = (one.sender, one.receiver, one.shared, 1)
+            if some and (not self.joins or holder in some or (self.near == plan.TWO and other in some)):
                 yield tuple(some.values())
                 some = {}
-            some[self.holder(number, iteration)] = number
+            some[holder] = number
         if some:
             yield tuple(some.values())
 

@@ -195,7 +195,8 @@ def walked(
 
 CASES = [
     ("all_reduce", LIBRARY["two_shot"]), ("all_reduce", LIBRARY["ring"]), ("all_reduce", LIBRARY["halving_doubling"]),
-    ("all_reduce", LIBRARY["one_shot"]), ("all_reduce", backwards),
+    ("all_reduce", LIBRARY["one_shot"]), ("all_reduce", LIBRARY["all_pairs_chunks"]),
+    ("all_reduce", LIBRARY["double_binary_tree"]), ("all_reduce", backwards),
     ("reduce_scatter", LIBRARY["reduce_scatter_direct"]), ("reduce_scatter", LIBRARY["reduce_scatter_ring"]),
     ("reduce_scatter", LIBRARY["reduce_scatter_halving"]),
 ]  # fmt: skip

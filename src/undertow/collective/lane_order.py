@@ -139,6 +139,11 @@ def executors(schedule: Schedule) -> list[int]:
     return found
 
 
+def executor(schedule: Schedule, at: int) -> int:
+    """The rank of one instruction."""
+    return int(schedule.worker_rank[np.searchsorted(schedule.worker_start, at, side="right") - 1])
+
+
 def _parcels(schedule: Schedule, order: list[int], ranks: list[int]) -> dict[int, int]:
     """Of each instruction that waits for a kernel: the how manieth parcel of its rank it waits for."""
     one = schedule.instructions

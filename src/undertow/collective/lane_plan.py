@@ -10,7 +10,9 @@ needs stands before it, so nobody waits for ever:
     a flush     waits for this rank's sends so far
 
 What a turn sends, and what it takes before it reads, go to the lane together, and are one step of the argument: they
-need nothing of each other, so a lane may join them, and wait for all of them at once.
+need nothing of each other, so a lane may join them, and wait for all of them at once. Where it holds two messages of a
+pair, it joins the first with the second, on both sides, and never the second with the next first: that one has room
+when the first was taken, which may be joined with the second.
 
 That needs lanes that hold a message for every place (PLACES). Two kinds of lanes hold less, and get more:
 
@@ -38,12 +40,12 @@ staging place itself, so `free` never waits for a send.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument
-from .lane_order import Chunk, Order, Turn, atoms_read, executors, in_turns
+from .lane_order import Chunk, Order, Turn, atoms_read, atoms_written, executors, in_turns
 from .lane_steps import (
     EARLY,
     EXPECT,
@@ -55,12 +57,14 @@ from .lane_steps import (
     RECEIVE,
     Step,
     Steps,
+    stores_here,
 )
 from .schedule import MOVE, READY
 
 if TYPE_CHECKING:
     from .schedule import Schedule
 
+_TRACKS = (MAIN, LATE, EARLY)  # of a turn: what waits for a kernel comes last
 PLACES, TWO, MEETING = range(3)  # what a lane holds before the receiver comes
 
 
@@ -102,19 +106,27 @@ def walk(schedule: Schedule, rank: int, nodes: Sequence[int], near: int) -> Walk
     """The walk of `rank`. `nodes` as in a group; `near`: what the lane inside a node holds; MEETING if it is a net."""
     order = in_turns(schedule)
     messages, sends, reads, takers = _messages(schedule, order.turns)
-
     lane_of = [NEAR if near != MEETING and nodes[one.sender] == nodes[one.receiver] else FAR for one in messages]
+    if near == TWO and FAR not in lane_of:
+        _share(schedule, messages, sends)
+    tracks = _tracks(schedule, order, messages, reads)
+    # The order in which a turn's messages leave: by track, and there what is only sent comes first.
+    turns = [
+        Turn(
+            turn.rank, sorted(turn.instructions, key=lambda at: (_TRACKS.index(tracks[at]), stores_here(schedule, at)))
+        )
+        for turn in order.turns
+    ]
     if near == TWO:
-        if FAR not in lane_of:
-            _share(schedule, messages, sends)
-        slots = _count_messages(messages)
+        slots = _count_messages(
+            messages, (number for turn in turns for at in turn.instructions for number in sends[at])
+        )
     else:
         slots = _number_places(messages, schedule.depth)
     lanes = [{lane_of[number] for number in sent} for sent in sends]
-    tracks = _tracks(schedule, order, messages, reads)
     made = _Walker(Steps(schedule, rank, lanes, takers, order.made_of), schedule, messages, reads, tracks)
     held: dict[tuple[int, bool], deque[int]] = defaultdict(deque)  # by sender: messages that may not have been taken
-    for turn in order.turns:
+    for turn in turns:
         taken = []
         for number in (number for at in turn.instructions for number in sends[at]):
             one = messages[number]
@@ -168,7 +180,7 @@ class _Walker:
         """Others first, what waits for a kernel last: a runtime of one track gets there only when it can wait."""
         one = self._schedule.instructions
         freed: dict[int, list[int]] = defaultdict(list)
-        for track in (MAIN, LATE, EARLY):
+        for track in _TRACKS:
             moves = [at for at in turn.instructions if self._tracks[at] == track and one.kind[at] == MOVE]
             read = [number for at in moves for number in self._reads[at]]
             self.receive(read)
@@ -204,7 +216,7 @@ def _messages(
 ) -> tuple[list[Message], list[list[int]], list[list[int]], dict[Chunk, set[Chunk]]]:
     """All messages of an iteration, the numbers of those that each instruction sends and reads, and who reads first
     what a chunk of it was sent as."""
-    one, ranks = schedule.instructions, executors(schedule)
+    ranks = executors(schedule)
     staging = len(schedule.buffers) - 1
     before_staging = schedule.atoms[:, 2:staging].sum(axis=1)
     messages: list[Message] = []
@@ -222,15 +234,13 @@ def _messages(
                 messages[number].first_read = at
                 takers[messages[number].sent, chunk].add((at, part))
             messages[number].last_read = at
-        for atom in one.store_atom[one.store_start[at] : one.store_start[at + 1]].tolist():
+        for atom, part in sorted(atoms_written(schedule, at), key=lambda chunk: chunk[1]):  # as they leave
             to = int(schedule.atom_rank[atom])
-            if to == ranks[at]:
-                continue
-            place = int(before_staging[to]) + atom - int(schedule.first_atom[to, staging])
-            for part in range(int(one.count[at])):
-                live[atom + part] = len(messages), part
+            if to != ranks[at]:
+                live[atom] = len(messages), part
                 sends[at].append(len(messages))
-                messages.append(Message(ranks[at], to, place + part, at))
+                place = int(before_staging[to]) + atom - int(schedule.first_atom[to, staging])
+                messages.append(Message(ranks[at], to, place, at))
     if any(one.last_read < 0 for one in messages):
         must = "one whose messages are all read: nobody would free the others' places"
         raise InvalidArgument(argument="schedule", was="one with a message that nobody reads", must=must)
@@ -262,10 +272,11 @@ def _number_places(messages: list[Message], depth: int) -> int:
     return max((len(held) for held in places.values()), default=0) * depth
 
 
-def _count_messages(messages: list[Message]) -> int:
-    """The messages of a pair one after the other, the shared ones of a sender apart; two hand-offs are enough."""
+def _count_messages(messages: list[Message], leaving: Iterable[int]) -> int:
+    """The messages of a pair in the order in which they leave, the shared ones of a sender apart; two hand-offs are
+    enough."""
     count: dict[tuple[int, int, bool], int] = defaultdict(int)
-    for one in messages:
+    for one in (messages[number] for number in leaving):
         kind = one.sender, one.receiver, one.shared
         one.slot = count[kind]
         count[kind] += 1

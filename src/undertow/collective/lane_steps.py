@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from .lane_order import Chunk, atoms_read, atoms_written, executors
+from .lane_order import Chunk, atoms_read, atoms_written, executor, executors
 
 if TYPE_CHECKING:
     from .schedule import Schedule
@@ -91,12 +91,11 @@ class Steps:
             stores = atoms_written(schedule, at)
             local = {atom: part for atom, part in stores if schedule.atom_rank[atom] == self._rank}
             sends = len(local) < len(stores)
-            spare: list[int] = []
-            if sends and not local and not sends_source(schedule, at):
-                spare = self._spare(at)
+            computes = stores_here(schedule, at)
+            spare = self._spare(at) if computes and not local else []
             if sends:
                 self._sent[at] = self._sent_from(at, spare)
-            if local or spare:
+            if computes:
                 self._written[at] = {**local, **{atom: part for part, atom in enumerate(spare)}}
                 computed.append((at, sends))
             else:
@@ -240,6 +239,14 @@ def _blocks(steps: Sequence[Step]) -> list[int]:
         else:
             after.pop(step.track, None)
     return found
+
+
+def stores_here(schedule: Schedule, at: int) -> bool:
+    """Whether an instruction writes memory of its own rank, a spare if nothing else, before it sends."""
+    one = schedule.instructions
+    stores = one.store_atom[one.store_start[at] : one.store_start[at + 1]]
+    mine = schedule.atom_rank[stores] == executor(schedule, at)
+    return bool(mine.any()) or not sends_source(schedule, at)
 
 
 def sends_source(schedule: Schedule, at: int) -> bool:

@@ -272,8 +272,9 @@ class StagedLane(Lane):
         """Messages as one copy after the other, each with its places: the first chunk of all messages, the second, ...
 
         A chunk waits for nothing but the reading of an earlier one of its own message, so with this order on all ranks
-        nobody waits in a circle. (Messages of one pair in one call have slots of their own, or follow each other: a
-        copy out never waits for the reading of what leaves with it.)
+        nobody waits in a circle. (Of the messages of one pair, which have even and odd slots in turns, an even one may
+        be joined with the odd one after it, whose place is further up, but not an odd one with the next: that would
+        wait for the reading of the even one before, which the other side may have joined with the odd one.)
 
         Chunks at even distances, here and in the rings, go together: every copy costs the engine a pause, so one of
         several rows beats several. The two sides need not join alike: each has its own flags. Peers follow each other
