@@ -201,11 +201,14 @@ class LaneExecutable:
     # -- one iteration -------------------------------------------------------------------------------------------------
 
     def _iterate(self, bound: BoundWalk, now: _Iteration) -> None:
-        """Tracks begin and end with the iteration: the next one uses the same memory."""
+        """Tracks begin and end with the iteration: the next one uses the same memory. Also if it fails: nothing may be
+        written after the output was poisoned."""
         now.tracks.begin()
-        for track, todo in bound.runs:
-            now.tracks.run(track, partial(self._perform, todo, now))
-        now.tracks.end()
+        try:
+            for track, todo in bound.runs:
+                now.tracks.run(track, partial(self._perform, todo, now))
+        finally:
+            now.tracks.end()
 
     def _perform(self, todo: list[tuple[int, Any]], now: _Iteration) -> None:
         for kind, found in todo:
