@@ -10,7 +10,7 @@ import ctypes
 import random
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 _OPERATION = struct.Struct("<iiQQIiQQ")
@@ -99,10 +99,10 @@ class World:
             "cuEventRecord": self.record, "cuStreamWaitEvent": self.wait_event,
         }  # fmt: skip
 
-    def run(self, seed: int) -> None:
-        """Until everything has run; an AssertionError if nothing can."""
+    def run(self, seed: int, late: Collection[int] = ()) -> None:
+        """Until everything has run; an AssertionError if nothing can. The `late` streams move when no other can."""
         chosen = random.Random(seed)
         while left := [stream for stream, queue in self.streams.items() if queue]:
             can = [stream for stream in left if self.streams[stream][0][0]()]
             assert can, f"deadlock: {len(left)} streams wait"
-            self.streams[chosen.choice(can)].popleft()[1]()
+            self.streams[chosen.choice([one for one in can if one not in late] or can)].popleft()[1]()

@@ -7,120 +7,15 @@ missing shows as wrong bytes, one too many as a deadlock.
 from __future__ import annotations
 
 import ctypes
-import sys
-import types
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fake_driver import World
+from fake_node import CHUNK, FakeSignals, Node
 
 from undertow.collective.carry import Carrier
-from undertow.fabric.base import WORD_STRIDE, Incoming, Outgoing
-from undertow.fabric.signals import Handoffs, Signals, Step
-
-CHUNK = 1 << 12
-
-
-class FakeSignals(Signals):
-    """Words of all ranks in one memory; the flags of streams, as on a GPU."""
-
-    def __init__(self, memory: Any, module: Any, rank: int, count: int) -> None:
-        self.count, self._module, self._rank = count, module, rank
-        self._base = ctypes.addressof(memory)
-
-    def address(self, rank: int, index: int) -> int:
-        return self._base + (rank * self.count + index) * WORD_STRIDE
-
-    def set(self, rank: int, index: int, value: int) -> None:
-        ctypes.c_int32.from_address(self.address(rank, index)).value = value
-
-    def packed(self, steps: Any) -> bytes:
-        found: bytes = self._module.packed([(one.waits, self.address(one.rank, one.word), one.value) for one in steps])
-        return found
-
-    def add(self, rank: int, index: int, amount: int = 1) -> None:
-        raise NotImplementedError
-
-    def wait(self, index: int, target: int, sender: int | None = None) -> None:
-        raise NotImplementedError
-
-    def read(self, index: int) -> int:
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """The test's memory goes by itself."""
-
-
-class Node:
-    """The lanes of all ranks on one fake driver."""
-
-    def __init__(self, ranks: int, lanes: Any, module: Any, world: World) -> None:
-        self.world, self.module, self.ranks = world, module, ranks
-        self.current: dict[int, int] = {}
-        slots = 2 * lanes.chunk_slots(ranks)
-        words = Handoffs.words(ranks, slots)
-        self._words = (ctypes.c_byte * (ranks * words * WORD_STRIDE))()
-        self._ring = (ctypes.c_byte * (ranks * ranks * slots * CHUNK))()
-        ring = types.SimpleNamespace(address=ctypes.addressof(self._ring), close=lambda: None)
-        lanes.PinnedSegment = lambda group, size, what: ring
-        self.lanes = []
-        for rank in range(ranks):
-            pairs = Handoffs(FakeSignals(self._words, module, rank, words), rank, ranks, slots)
-            pairs.reset()
-            guard = types.SimpleNamespace(perform=module.batch)
-            group = types.SimpleNamespace(size=ranks, rank=rank)
-            fabric = types.SimpleNamespace(
-                group=group, device=rank, guard=guard, handoffs=lambda slots, pairs=pairs: pairs, rank=rank
-            )
-            self.lanes.append(lanes.StagedLane(fabric))
-            self.current[rank] = world.new_stream()
-        self.groups = [types.SimpleNamespace(group=types.SimpleNamespace(size=ranks, rank=r)) for r in range(ranks)]
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Any, Any, World]]:
-    """The lane's module and the driver's, bound to a fake driver."""
-    world = World()
-
-    class Library:
-        def __getattr__(self, name: str) -> Any:
-            functions = world.functions()
-            found = functions.get(name)
-
-            def call(*arguments: Any) -> int:
-                assert found is not None, name
-                result: int = found(*arguments)
-                return result
-
-            return call
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
-    names = ("undertow.fabric.stream_memory", "undertow.fabric.cuda_lanes")
-    before = {name: sys.modules.pop(name, None) for name in names}
-    import undertow.fabric
-
-    for name in names:  # `from . import` finds attributes of the package first
-        if hasattr(undertow.fabric, name.rsplit(".", 1)[1]):
-            delattr(undertow.fabric, name.rsplit(".", 1)[1])
-    import undertow.fabric.cuda_lanes as lanes
-    import undertow.fabric.stream_memory as module
-
-    events = iter(range(1, 1000))
-    monkeypatch.setattr(lanes, "_MOST_CHUNK", CHUNK)
-    monkeypatch.setattr(
-        module, "new_stream", lambda device, priority=0: types.SimpleNamespace(cuda_stream=world.new_stream())
-    )
-    monkeypatch.setattr(module, "new_event", lambda device: next(events))
-    monkeypatch.setattr(module, "is_capturing", lambda: False)
-    yield lanes, module, world
-    for name in names:
-        sys.modules.pop(name, None)
-        delattr(undertow.fabric, name.rsplit(".", 1)[1])
-        if before[name] is not None:
-            sys.modules[name] = before[name]  # type: ignore[assignment]
-            setattr(undertow.fabric, name.rsplit(".", 1)[1], before[name])
+from undertow.fabric.base import Incoming, Outgoing
+from undertow.fabric.signals import Step
 
 
 def _tensor(values: int, first: int) -> torch.Tensor:
@@ -271,11 +166,12 @@ def test_only_rows_at_even_distances_are_joined(modules: Any) -> None:
         ((0, 10, 20), (0, 70, 140), [1, 1, 1]),  # and must not overlap
     ):
         chunks = [lanes._Chunk(peer, 0, hosts[peer], Memory(devices[peer]), 0, 64) for peer in range(3)]
-        assert [rows.height for _, _, rows in lanes._joined(chunks, None)] == copies
+        assert [rows.height for _, rows in lanes._joined(chunks, None)] == copies
     sizes = [lanes._Chunk(peer, 0, 100 * peer, Memory(100 * peer), 0, 64 - peer) for peer in range(3)]
     assert len(lanes._joined(sizes, None)) == 3
-    places = [lanes._Chunk(peer, peer, 100 * peer, Memory(100 * peer), 0, 64) for peer in range(3)]
-    assert len(lanes._joined(places, None)) == 3
+    places = [lanes._Chunk(one // 2, one % 2, 100 * one, Memory(70 * one), 0, 64) for one in range(4)]
+    ((held, rows),) = lanes._joined(places, None)  # two messages to each of two peers
+    assert (held, rows.height) == ([(0, 0), (0, 1), (1, 0), (1, 1)], 4)
 
 
 def test_copies_of_a_graph_stay_inside_their_memory(modules: Any) -> None:
@@ -284,8 +180,8 @@ def test_copies_of_a_graph_stay_inside_their_memory(modules: Any) -> None:
     memory = torch.zeros(4, 100, dtype=torch.uint8)
     for first, rings, heights in ((0, 300, [3]), (1, 300, [2, 1]), (0, 290, [2, 1])):  # 30 bytes in rows 0 to 2, 1 to 3
         chunks = [lanes._Chunk(peer, 0, 100 * peer, memory[first + peer, 60:90], 0, 30) for peer in range(3)]
-        assert [rows.height for _, _, rows in lanes._joined(chunks, None)] == [3]
-        assert [rows.height for _, _, rows in lanes._joined(chunks, rings)] == heights
+        assert [rows.height for _, rows in lanes._joined(chunks, None)] == [3]
+        assert [rows.height for _, rows in lanes._joined(chunks, rings)] == heights
 
 
 def test_a_long_stop_is_made_in_pieces(modules: Any) -> None:

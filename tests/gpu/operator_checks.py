@@ -160,21 +160,50 @@ def program_moves_before_the_matmul_ends(group: ut.Group) -> None:
 
 @check
 def captured_programs_replay(group: ut.Group) -> None:
-    """1000 replays with new inputs, a rank's host or device delayed now and then."""
+    """1000 replays with new inputs, a rank's host or device delayed now and then; over `dma` with sums that are shared
+    (`mine`) and with messages to one rank only."""
     import program_targets
     from gpu_checks import _replay
 
-    program = program_targets.mine
-    case = Case("matmul_all_reduce", "signaled:peer", torch.bfloat16, (512, 512, 128), SEEDS[1])
-    xs, ws = matmul_suite._factors(group, case)
-    want = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(torch.bfloat16)
-    x, w = xs[group.rank].clone(), ws[group.rank]
-    y = torch.empty(512, 512, dtype=torch.bfloat16, device=group.device)
+    library = ut.collective.LIBRARY
+    for lane, program in (
+        ("peer", program_targets.mine), ("dma", program_targets.mine), ("dma", library["halving_doubling"]),
+    ):  # fmt: skip
+        case = Case("matmul_all_reduce", f"signaled:{lane}", torch.bfloat16, (512, 512, 128), SEEDS[1])
+        xs, ws = matmul_suite._factors(group, case)
+        want = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(torch.bfloat16)
+        x, w = xs[group.rank].clone(), ws[group.rank]
+        y = torch.empty(512, 512, dtype=torch.bfloat16, device=group.device)
 
-    def call() -> None:
-        ut.matmul_all_reduce(x, w, group=group, program=program, strategy="signaled:peer", out=y)
+        def call(
+            x: torch.Tensor = x, w: torch.Tensor = w, y: torch.Tensor = y, lane: str = lane,
+            program: ut.collective.Program = program,
+        ) -> None:  # fmt: skip
+            ut.matmul_all_reduce(x, w, group=group, program=program, strategy=f"signaled:{lane}", out=y)
 
-    _replay(group, "a program", x, y, call, want)
+        _replay(group, f"{program.name} over {lane}", x, y, call, want)
+
+
+@check
+def programs_of_long_chunks_are_exact(group: ut.Group) -> None:
+    """Chunks longer than the lane's messages: several iterations, whose streams begin and end with them."""
+    rows, columns, inner = 6144 * group.size, 8192, 64  # 12 MiB a chunk with eight parcels
+    x = torch.ones(rows, inner, dtype=torch.bfloat16, device=group.device)
+    x[::3] = -1
+    w = torch.ones(inner, columns, dtype=torch.bfloat16, device=group.device)
+    w[:, ::5] = 0
+    want = (x.float() @ w.float() * group.size).to(torch.bfloat16)
+    programs = {"matmul_all_reduce": ("two_shot", "ring"), "matmul_reduce_scatter": ("reduce_scatter_direct",)}
+    for operator, names in programs.items():
+        mine = want if operator == "matmul_all_reduce" else torch.tensor_split(want, group.size)[group.rank]
+        for name in names:
+            out = torch.full_like(mine, float("nan"))
+            for _ in range(2):
+                getattr(ut, operator)(
+                    x, w, group=group, program=ut.collective.LIBRARY[name], strategy="signaled:dma", out=out
+                )
+            settle(group)
+            assert torch.equal(out, mine), f"{operator} by {name}"
 
 
 @check

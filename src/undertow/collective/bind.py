@@ -80,10 +80,12 @@ def bind(
     type_code: int,
     operation: int,
     tile: int | None = None,
+    merge: bool = True,
 ) -> Bound:
     """The program of `rank` for spans of these lengths; a chunk of scratch has `stride` bytes.
 
-    `tile`: bytes of a chunk that an iteration moves; None for `stride` where there is scratch, else all of it.
+    `tile`: bytes of a chunk that an iteration moves; None for `stride` where there is scratch, else all of it. `merge`:
+    whether chunks that lie side by side everywhere may be one piece.
     """
     unit = max(1, 16 // item_size)  # chunks begin on 16 bytes where they can
     length = schedule.contract.class_lengths(span_lengths, unit)
@@ -123,7 +125,7 @@ def bind(
                 posts.append((int(schedule.worker_rank[schedule.semaphore_waiter[semaphore]]), int(words[semaphore])))
             if one.kind[at] == MOVE:
                 # Instances cut pieces into parts: whoever else touches one of the chunks must cut it alike.
-                merges = iterations == 1 and schedule.instances == 1
+                merges = merge and iterations == 1 and schedule.instances == 1
                 _add_pieces(schedule, at, length, offsets, merges, pieces, operands)
             instructions.append(
                 (int(one.kind[at]), int(one.number[at]), wait_from, len(waits), piece_from, len(pieces), post_from,

@@ -3,11 +3,14 @@
     for every iteration (one tile of every chunk):
         for every step of the rank's walk (see `lane_plan`):
             expect    a message of another node may come in
-            receive   wait for a message
-            run       stores <- the sum of sources; what goes to another rank's staging is sent by a lane
-            free      its place may be written again
+            receive   wait for messages
+            run       my stores <- the sum of sources
+            send      what goes to other ranks' staging, by a lane; what goes to all of them may be shared
+            free      places may be written again
             await     a parcel of a kernel is complete
             flush     memory that earlier sends read may be written again
+            signal    what this track has done so far is done ...
+            wait      ... for another track
     flush
 
 Memory ordering is the lanes': a message's bytes are released by its sender's deliver and acquired by `receive`, the
@@ -23,63 +26,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InvalidArgument
+from ..fabric.base import Incoming, Outgoing
 from ..fabric.net import NetLane
-from ..fabric.signals import Handoffs
 from ..fabric.symmetric import SymmetricBuffer
 from . import lane_plan as plan
-from .bind import FIRST_WORKSPACE, SCRATCH, bind, waits_for_kernels, workspace_bytes
+from . import lane_steps as steps
+from .bind import waits_for_kernels, workspace_bytes
 from .cpu_runtime import Whole
-from .lane_plan import Operand, Rows
+from .lane_bind import WORKSPACE, Addition, BoundWalk, Letter, Transfer, bind_walk
+from .lane_near import Near
+from .lane_rows import Operand
 from .lane_sum import CTAS, OPERATIONS, Sum
+from .lane_tracks import Tracks, new_signals
 from .schedule import NEEDED
 
 if TYPE_CHECKING:
-    from ..fabric.base import Fabric, Lane
+    from ..fabric.base import Fabric, Lane, Stream
     from .schedule import Schedule
 
 STRIDE = 1 << 20  # bytes of a message: transfers cost tens of microseconds to begin
 MOST_BYTES = 8 << 20  # what the staged dma lane holds of a message before its receiver comes
 _KEPT = 512  # walks: sizes may differ from call to call
-_WORKSPACE, _SPARE = FIRST_WORKSPACE, FIRST_WORKSPACE + 1  # bases, after source and out
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
-    """One chunk of one instruction. `value` is what is sent: a source, or the first of `stores`."""
+class _Iteration:
+    """What the steps of one iteration need to know."""
 
-    elements: int
-    sources: tuple[Operand, ...]
-    stores: tuple[Operand, ...]
-    value: Operand
-    sends: tuple[tuple[int, int, int, int], ...]  # lane, peer, offset in its workspace, slot
-
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """A message to me."""
-
-    lane: int
-    peer: int
-    offset: int
-    elements: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """The walk for calls of one size. Lengths in elements."""
-
-    steps: list[tuple[int, Any]]
-    iterations: int
+    first: int  # element of every chunk
     tile: int
-    copy: int  # of the workspace: there are `depth` of them
-    needs: tuple[int, int]  # elements of source and out
-    parts: frozenset[int]  # how many are summed
+    number: int
+    parity: int
+    bases: tuple[torch.Tensor, ...]
+    shifts: tuple[int, ...]  # of the bases
+    space: SymmetricBuffer | None
+    operation: str
+    ready: Callable[[int], None] | None
+    tracks: Tracks
+
+    def count(self, elements: int) -> int:
+        """How many of a chunk's elements are moved now; none or less: it is over."""
+        return min(self.tile, elements - self.first)
+
+    def view(self, operand: Operand, count: int) -> torch.Tensor:
+        base, offset = operand
+        return self.bases[base].narrow(0, offset + self.shifts[base], count)
 
 
 class LaneExecutable:
@@ -113,16 +110,16 @@ class LaneExecutable:
         self.schedule = schedule
         self.stride = stride - stride % 16
         self._group = group
-        near = _Near(fabric, lane)
+        near = Near(fabric, lane)
         self._walk = plan.walk(schedule, group.rank, group.nodes, near.holds)
         self._lanes: list[Lane | None] = [None, None]
         self._sent = [False, False]  # by lane: whether there is anything to flush
-        if plan.NEAR in self._walk.lanes:
-            self._lanes[plan.NEAR] = near.open(self._walk.slots)
-        if plan.FAR in self._walk.lanes:
+        if steps.NEAR in self._walk.lane_of:
+            self._lanes[steps.NEAR] = near.open(self._walk.slots)
+        if steps.FAR in self._walk.lane_of:
             net = fabric.lane("net")
             assert isinstance(net, NetLane)
-            self._lanes[plan.FAR] = net.part()
+            self._lanes[steps.FAR] = net.part()
         self._near = near
         room = workspace_bytes(schedule, self.stride)
         self._workspace = fabric.buffer(room, torch.uint8) if room else None
@@ -130,13 +127,15 @@ class LaneExecutable:
             self._walk.spares * self.stride * schedule.depth, dtype=torch.uint8, device=group.device
         )
         self._typed: dict[torch.dtype, SymmetricBuffer | None] = {}
-        self._bound: dict[tuple[object, ...], _Bound] = {}
+        self._bound: dict[tuple[object, ...], BoundWalk] = {}
         self._sum = Sum(group.device, ctas)
+        self._side_tracks = frozenset(step.track for step in self._walk.steps) - {steps.MAIN}
+        self._signals = new_signals(fabric, self._walk.signals)
         fabric.adopt(self)
 
     def describe(self) -> str:
         """Which lanes carry it, in a few words."""
-        names = ("inside a node", "between nodes" if self._lanes[plan.NEAR] else "between all ranks")
+        names = ("inside a node", "between nodes" if self._lanes[steps.NEAR] else "between all ranks")
         return "; ".join(f"{lane.describe()} {where}" for lane, where in zip(self._lanes, names, strict=True) if lane)
 
     def run(
@@ -146,10 +145,12 @@ class LaneExecutable:
         span_lengths: Sequence[int],
         operation: str = "sum",
         ready: Callable[[int], None] | None = None,
+        beside: tuple[Stream, Stream] | None = None,
     ) -> None:
         """One call. `source` and `out` are contiguous; in place, both are parts of one memory as the contract says.
 
-        `ready(parcel)` waits for a kernel's parcel, in the order of the current stream, and acquires it.
+        `ready(parcel)` waits for a kernel's parcel, in the order of the current stream, and acquires it. `beside`: two
+        CUDA streams for the walk's side tracks; None: the current stream does everything.
         """
         if ready is None and waits_for_kernels(self.schedule):
             raise InvalidArgument(argument="ready", was=None, must="given: the schedule waits for a kernel's parcels")
@@ -162,7 +163,9 @@ class LaneExecutable:
         if bound is None:
             if len(self._bound) >= _KEPT:
                 self._bound.clear()
-            bound = self._bound[key] = self._bind(span_lengths, dtype.itemsize)
+            bound = self._bound[key] = bind_walk(
+                self.schedule, self._walk, self._group.rank, span_lengths, self.stride, dtype.itemsize
+            )
         for (name, tensor), needed in zip(given.items(), bound.needs, strict=True):
             if tensor.numel() < needed or tensor.dtype != dtype:
                 was, must = f"{tensor.numel()} {tensor.dtype}", f"{needed} {dtype}"
@@ -172,11 +175,16 @@ class LaneExecutable:
         spare = self._spare.view(dtype)
         local = given["source"] if space is None else space.local
         bases = (given["source"], given["out"], local, spare)
+        depth = self.schedule.depth
+        tracks = Tracks(self._group.device, self._signals, self._side_tracks, beside)
         with Whole(self._group):
-            for iteration in range(bound.iterations):
-                self._iterate(bound, iteration, bases, space, operation, ready)
-            self._flush(plan.NEAR)
-            self._flush(plan.FAR)
+            for number in range(bound.iterations):
+                parity, first = number % depth, number * bound.tile
+                shifts = (first, first, parity * bound.copy, parity * (spare.numel() // depth))
+                now = _Iteration(first, bound.tile, number, parity, bases, shifts, space, operation, ready, tracks)
+                self._iterate(bound, now)
+            self._flush(steps.NEAR)
+            self._flush(steps.FAR)
 
     def close(self) -> None:
         """Free the hand-offs and the workspace. No rank may be in a call any more."""
@@ -192,73 +200,103 @@ class LaneExecutable:
 
     # -- one iteration -------------------------------------------------------------------------------------------------
 
-    def _iterate(
-        self,
-        bound: _Bound,
-        iteration: int,
-        bases: tuple[torch.Tensor, ...],
-        space: SymmetricBuffer | None,
-        operation: str,
-        ready: Callable[[int], None] | None,
-    ) -> None:
-        depth = self.schedule.depth
-        parity, first = iteration % depth, iteration * bound.tile
-        copy = parity * bound.copy
-        shifts = (first, first, copy, parity * (self._spare.numel() // depth // bases[0].element_size()))
-        for kind, found in bound.steps:
-            if kind == plan.RUN:
-                for piece in found:
-                    count = min(bound.tile, piece.elements - first)
-                    if count > 0:
-                        self._move(piece, count, bases, shifts, space, operation, parity)
-                continue
-            if kind >= plan.FLUSH:
-                if kind == plan.FLUSH or iteration >= depth:
-                    self._flush(found)
-                continue
-            if kind == plan.AWAIT:
-                assert ready is not None
-                ready(found)
-                continue
-            count = min(bound.tile, found.elements - first)
+    def _iterate(self, bound: BoundWalk, now: _Iteration) -> None:
+        """Tracks begin and end with the iteration: the next one uses the same memory. Also if it fails: nothing may be
+        written after the output was poisoned."""
+        now.tracks.begin()
+        try:
+            for track, todo in bound.runs:
+                now.tracks.run(track, partial(self._perform, todo, now))
+        finally:
+            now.tracks.end()
+
+    def _perform(self, todo: list[tuple[int, Any]], now: _Iteration) -> None:
+        for kind, found in todo:
+            if kind == steps.RUN:
+                self._sum_up(found, now)
+            elif kind == steps.SEND:
+                self._send(found, now)
+            elif kind == steps.RECEIVE:
+                self._receive(found, now)
+            elif kind == steps.FREE:
+                for one in found:
+                    if now.count(one.elements) > 0:
+                        self._lane(one.lane).free(one.peer, self._slot(one, now))
+            elif kind == steps.AWAIT:
+                assert now.ready is not None
+                now.ready(found)
+            elif kind == steps.SIGNAL:
+                now.tracks.signal(found)
+            elif kind == steps.WAIT:
+                now.tracks.wait(found)
+            elif kind == steps.EXPECT:
+                self._expect(found, now)
+            elif kind == steps.FLUSH or now.number >= self.schedule.depth:
+                self._flush(found)
+
+    def _sum_up(self, pieces: list[Addition], now: _Iteration) -> None:
+        for piece in pieces:
+            count = now.count(piece.elements)
             if count <= 0:
                 continue
-            lane = self._lanes[found.lane]
-            assert lane is not None
-            assert space is not None
-            if kind == plan.FREE:
-                lane.free(found.peer, found.slot + parity)
-            elif kind == plan.RECEIVE:
-                lane.receive(found.peer, space, found.offset + copy, count, found.slot + parity)
-            else:
-                assert isinstance(lane, NetLane)
-                lane.expect(found.peer, space, found.offset + copy, count, found.slot + parity)
-
-    def _move(
-        self,
-        piece: _Piece,
-        count: int,
-        bases: tuple[torch.Tensor, ...],
-        shifts: tuple[int, ...],
-        space: SymmetricBuffer | None,
-        operation: str,
-        parity: int,
-    ) -> None:
-        def view(operand: Operand) -> torch.Tensor:
-            base, offset = operand
-            return bases[base].narrow(0, offset + shifts[base], count)
-
-        if piece.stores:
-            total = view(piece.stores[0])
-            self._sum(total, [view(one) for one in piece.sources], operation)
+            total = now.view(piece.stores[0], count)
+            self._sum(total, [now.view(one, count) for one in piece.sources], now.operation)
             for other in piece.stores[1:]:
-                view(other).copy_(total)
-        for lane, peer, offset, slot in piece.sends:
-            carrier = self._lanes[lane]
-            assert carrier is not None
-            assert space is not None
-            carrier.send(peer, view(piece.value), space, offset + shifts[_WORKSPACE], slot + parity)
-            self._sent[lane] = True
+                self._sum(now.view(other, count), [total], now.operation)
+
+    def _send(self, letters: list[Letter], now: _Iteration) -> None:
+        """What goes by the lane inside a node goes to it at once: it may join copies."""
+        together = []
+        for one in letters:
+            count = now.count(one.elements)
+            if count <= 0:
+                continue
+            assert now.space is not None
+            lane, source, slot = self._lane(one.lane), now.view(one.value, count), self._slot(one, now)
+            start = one.offset + now.shifts[WORKSPACE]
+            self._sent[one.lane] = True
+            if one.shared:
+                lane.share(one.peers, source, None, 0, slot)
+            elif one.lane == steps.NEAR:
+                together.append(Outgoing(one.peers[0], source, now.space, start, slot))
+            else:
+                lane.send(one.peers[0], source, now.space, start, slot)
+        if together:
+            self._lane(steps.NEAR).exchange(together, [])
+
+    def _receive(self, transfers: list[Transfer], now: _Iteration) -> None:
+        together: dict[bool, list[Incoming]] = {}
+        for one in transfers:
+            count = now.count(one.elements)
+            if count <= 0:
+                continue
+            assert now.space is not None
+            start, slot = one.offset + now.shifts[WORKSPACE], self._slot(one, now)
+            if one.lane == steps.NEAR:
+                come = Incoming(one.peer, now.space, start, count, slot, None, one.shared)
+                together.setdefault(one.shared, []).append(come)
+            else:
+                self._lane(one.lane).receive(one.peer, now.space, start, count, slot)
+        for incoming in together.values():
+            self._lane(steps.NEAR).exchange([], incoming)
+
+    def _expect(self, transfers: list[Transfer], now: _Iteration) -> None:
+        for one in transfers:
+            count, lane = now.count(one.elements), self._lane(one.lane)
+            if count > 0:
+                assert isinstance(lane, NetLane)
+                assert now.space is not None
+                start = one.offset + now.shifts[WORKSPACE]
+                lane.expect(one.peer, now.space, start, count, self._slot(one, now))
+
+    def _slot(self, one: Letter | Transfer, now: _Iteration) -> int:
+        """Of a place one for each copy; where messages are counted, by that: both sides count alike."""
+        return one.slot + now.number * one.step if one.step else one.slot + now.parity
+
+    def _lane(self, number: int) -> Lane:
+        lane = self._lanes[number]
+        assert lane is not None
+        return lane
 
     def _flush(self, number: int) -> None:
         """Only after a send: in a capture, a stream that carried nothing is not part of it and cannot be waited for."""
@@ -272,110 +310,6 @@ class LaneExecutable:
         if dtype not in self._typed:
             self._typed[dtype] = None if self._workspace is None else self._workspace.as_type(dtype)
         return self._typed[dtype]
-
-    # -- the walk, for one size ----------------------------------------------------------------------------------------
-
-    def _bind(self, span_lengths: Sequence[int], item_size: int) -> _Bound:
-        schedule, rank = self.schedule, self._group.rank
-        bound = bind(schedule, rank, span_lengths, self.stride, item_size, 0, 0)
-        rows = Rows(bound.code, rank, self.stride // item_size)
-        numbers = (
-            at
-            for worker in schedule.workers_of(rank)
-            for at in range(int(schedule.worker_start[worker]), int(schedule.worker_start[worker + 1]))
-        )
-        row_of = {at: row for row, at in enumerate(numbers)}  # as `bind` puts them
-        lengths = {
-            (at, place): elements for at, row in row_of.items() for place, elements in rows.places_read(row).items()
-        }
-        steps: list[tuple[int, Any]] = []
-        for kind, number in self._walk.steps:
-            if kind == plan.RUN:
-                steps.append((kind, self._pieces(rows, row_of[number], number)))
-            elif kind >= plan.AWAIT:
-                steps.append((kind, number))
-            else:
-                one = self._walk.messages[number]
-                elements = lengths.get((one.first_read, one.place), 0)
-                lane = self._lane_to(one.sender)
-                steps.append((kind, _Transfer(lane, one.sender, one.place * rows.room, elements, one.slot)))
-        contract, unit = schedule.contract, max(1, 16 // item_size)  # as `bind` cuts
-        classes = contract.class_lengths(span_lengths, unit)
-        items = contract.item_class[contract.first_item[rank] : contract.first_item[rank + 1]]
-        outputs = contract.output_class[contract.first_output[rank] : contract.first_output[rank + 1]]
-        needs = int(classes[items].sum()), int(classes[outputs].sum())
-        pieces = [piece for kind, found in steps if kind == plan.RUN for piece in found]
-        parts = frozenset(len(piece.sources) for piece in pieces)
-        tile = bound.tile
-        if bound.iterations == 1:  # chunks that lie side by side everywhere are one piece then
-            tile = max([tile, *(piece.elements for piece in pieces)])
-        return _Bound(steps, bound.iterations, tile, int(bound.code[SCRATCH]), needs, parts)
-
-    def _pieces(self, rows: Rows, row: int, at: int) -> list[_Piece]:
-        pieces: list[_Piece] = []
-        spare = self._walk.spare_of.get(at)
-        for elements, sources, stores, remote in rows.pieces(row):
-            if spare is not None:
-                stores = ((_SPARE, (spare + len(pieces)) * rows.room),)
-            sends = tuple(
-                (self._lane_to(peer), peer, place * rows.room, self._walk.slot_of[self._group.rank, peer, place])
-                for peer, place in remote
-            )
-            value = sources[0] if plan.sends_source(self.schedule, at) else stores[0]
-            pieces.append(_Piece(elements, sources, stores, value, sends))
-        return pieces
-
-    def _lane_to(self, peer: int) -> int:
-        return plan.NEAR if self._near.holds != plan.MEETING and self._group.is_local(peer) else plan.FAR
-
-
-class _Near:
-    """The lane inside a node: one of its own with as many slots as the schedule needs, or the fabric's own."""
-
-    def __init__(self, fabric: Fabric, name: str) -> None:
-        self._fabric, self._name = fabric, name
-        self._shared: Lane | None = None
-        self._made: Lane | None = None
-        self._pairs: list[Handoffs] = []
-        self.group, self.device = fabric.group, fabric.group.device  # a lane's constructor takes this for its fabric
-        self._slots = 0
-        if name == "net" or name not in fabric.lanes():
-            fabric.lane(name)  # refuses a name that is none
-            self.holds = plan.MEETING
-            return
-        self.holds = plan.PLACES
-        if self.device.type == "cuda":
-            self._shared = fabric.lane(name)
-            from ..fabric.cuda_lanes import StagedLane
-
-            # Its ring of pinned memory is large and has one message for each pair, whatever the slot.
-            self.holds = plan.ONE if isinstance(self._shared, StagedLane) else plan.PLACES
-
-    def open(self, slots: int) -> Lane:
-        """Collective."""
-        if self._shared is not None and self.holds == plan.ONE:
-            return self._shared
-        self._slots = slots
-        kind: Any = type(self._shared)
-        if self._shared is None:
-            from ..fabric.cpu_lanes import DmaLane, PeerLane
-
-            kind = DmaLane if self._name == "dma" else PeerLane
-        self._made = cast("Lane", kind(self))
-        return self._made
-
-    def handoffs(self) -> Handoffs:
-        """As a fabric's, with enough slots."""
-        self._pairs.append(self._fabric.handoffs(self._slots))
-        return self._pairs[-1]
-
-    def close(self) -> None:
-        if self._made is not None:
-            self._made.close()
-            self._made = None
-        for pairs in self._pairs:
-            pairs.release()
-        self._pairs.clear()
 
 
 def _flat(name: str, given: torch.Tensor | SymmetricBuffer) -> torch.Tensor:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PEER_CTAS = 16
 Message = tuple[int, int, torch.Tensor]  # a peer, a slot, and where the bytes are or go
+Place = tuple[int, int]  # a peer, a chunk of the ring
 _OVER = object()
 _UNSEEN = contextlib.nullcontext()
 _MOST_CHUNK = 8 << 20  # of 128 MB, chunks of 8 MB were fastest; whoever's it is, each costs the engine a pause
@@ -286,34 +287,38 @@ class StagedLane(Lane):
 
     def _copies_out(self, messages: Sequence[Message]) -> Iterator[None]:
         before = b""
-        for peers, place, rows in self._copies(messages, lambda peer: (self._rank, peer)):
-            self._stop(self._out, before + b"".join(self._claim[peer, place] for peer in peers))
-            with self._recorded("copy out", self._out, bytes=rows.nbytes, to=peers):
+        for places, rows in self._copies(messages, lambda peer: (self._rank, peer)):
+            self._stop(self._out, before + b"".join(self._claim[one] for one in places))
+            with self._recorded("copy out", self._out, bytes=rows.nbytes, to=[peer for peer, _ in places]):
                 rows.leave(self._out.cuda_stream)
-            before = b"".join(self._deliver[peer, place] for peer in peers)
+            before = b"".join(self._deliver[one] for one in places)
             yield
         self._stop(self._out, before)
 
     def _copies_in(self, stream: torch.cuda.Stream, shared: bool, messages: Sequence[Message]) -> Iterator[None]:
         before, first = b"", self._slots if shared else 0
-        for peers, place, rows in self._copies(messages, lambda peer: (peer, peer if shared else self._rank)):
-            slot = first + place
-            self._stop(stream, before + b"".join(self._accept[peer, slot] for peer in peers))
-            with self._recorded("copy in", stream, bytes=rows.nbytes, source=peers):
+        for places, rows in self._copies(messages, lambda peer: (peer, peer if shared else self._rank)):
+            slots = [(peer, first + place) for peer, place in places]
+            self._stop(stream, before + b"".join(self._accept[one] for one in slots))
+            with self._recorded("copy in", stream, bytes=rows.nbytes, source=[peer for peer, _ in places]):
                 rows.arrive(stream.cuda_stream)
-            before = b"".join(self._freed[peer, slot] for peer in peers)
+            before = b"".join(self._freed[one] for one in slots)
             yield
         self._stop(stream, before)
 
     def _copies(
         self, messages: Sequence[Message], ring: Callable[[int], tuple[int, int]]
-    ) -> Iterator[tuple[list[int], int, Rows]]:
-        """Messages as (peers, chunk of the ring, one copy): first the first chunk of all of them, then the second, ...
+    ) -> Iterator[tuple[list[Place], Rows]]:
+        """Messages as one copy after the other, each with its places: the first chunk of all messages, the second, ...
 
         A chunk waits for nothing but the reading of an earlier one of its own message, so with this order on all ranks
-        nobody waits in a circle. Chunks at even distances, here and in the rings, go together: every copy costs the
-        engine a pause, so one of several rows beats several. The two sides need not join alike: each has its own flags.
-        Peers follow each other from this rank on, so that no receiver is everybody's first.
+        nobody waits in a circle. (Of the messages of one pair, which have even and odd slots in turns, an even one may
+        be joined with the odd one after it, whose place is further up, but not an odd one with the next: that would
+        wait for the reading of the even one before, which the other side may have joined with the odd one.)
+
+        Chunks at even distances, here and in the rings, go together: every copy costs the engine a pause, so one of
+        several rows beats several. The two sides need not join alike: each has its own flags. Peers follow each other
+        from this rank on, so that no receiver is everybody's first.
         """
         for peer, _, _ in messages:
             if peer == self._rank:
@@ -365,27 +370,27 @@ class _Chunk(NamedTuple):
         return self.data.data_ptr() + self.offset
 
 
-def _joined(chunks: Sequence[_Chunk], inside: int | None) -> list[tuple[list[int], int, Rows]]:
-    """The chunks in as few copies as their sizes and places allow: of each its peers, the place in the rings, the rows.
+def _joined(chunks: Sequence[_Chunk], inside: int | None) -> list[tuple[list[Place], Rows]]:
+    """The chunks in as few copies as their sizes and places allow: of each its peers' places in the rings, the rows.
 
     `inside`: where the rings end, in a capture: a graph's copy counts a whole step for its last row, too, and must not
     leave the memory it is in, on either side.
     """
-    copies: list[tuple[list[int], int, Rows]] = []
+    copies: list[tuple[list[Place], Rows]] = []
     for one in chunks:
         if copies:
-            peers, place, rows = copies[-1]
+            places, rows = copies[-1]
             height = rows.height
             host_step = one.host - rows.host - (height - 1) * rows.host_step
             step = one.device - rows.device - (height - 1) * rows.device_step
             even = height == 1 or (host_step, step) == (rows.host_step, rows.device_step)
             apart = one.size <= host_step <= _MOST_STEP and one.size <= step <= _MOST_STEP
             fits = inside is None or (one.device + step <= _end_of_memory(one.data) and one.host + host_step <= inside)
-            if (one.place, one.size) == (place, rows.size) and even and apart and fits:
+            if one.size == rows.size and even and apart and fits:
                 joined = rows._replace(height=height + 1, host_step=host_step, device_step=step)
-                copies[-1] = ([*peers, one.peer], place, joined)
+                copies[-1] = ([*places, (one.peer, one.place)], joined)
                 continue
-        copies.append(([one.peer], one.place, Rows(one.host, one.device, one.size)))
+        copies.append(([(one.peer, one.place)], Rows(one.host, one.device, one.size)))
     return copies
 
 

@@ -6,7 +6,8 @@
 The program is one schedule, run once for the whole call (`collective/tied.py` says how it is tied to parcels). On a
 CPU a thread interprets it, and waits for words that the caller adds to; on a GPU over lane `peer` it is one kernel, on
 as many SMs as the plan leaves free, that waits for the matmul's counters; over the other lanes the host walks it, and a
-stream memory operation waits for each parcel.
+stream memory operation waits for each parcel. What only needs the matmul leaves on a stream of its own, and what all
+ranks get arrives on another, so that neither stands behind the sums of an earlier parcel.
 
 The product stands apart from the result, so that any program is right, those too that write their output before others
 have read the input. Bias and activation come after the program, to the whole result.
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 COLLECTIVES = {"matmul_all_reduce": "all_reduce", "matmul_reduce_scatter": "reduce_scatter"}
 GRAINS = ("signaled",)
 _LEAST_STRIDE, _SHARE_ALIGNMENT = 64 << 10, 16
+_LANE_SLOTS = 4  # messages between two ranks whose places are not free again
 _MOST_TIED = 64  # programs of a group
 _EXECUTABLES, _TIED = object(), object()  # names of what is kept with a fabric
 
@@ -125,9 +127,14 @@ def run(
     if y.device.type == "cuda" and not isinstance(runs, LaneExecutable):
         cast("CudaExecutable", runs).load(buffer, y, lengths)
 
+    beside = None
+    if y.device.type == "cuda" and isinstance(runs, LaneExecutable):  # made before anything waits
+        priority = plan.share.communication_priority
+        beside = fabric.stream("following 1", priority), fabric.stream("following 2", priority)
+
     def carry() -> None:
         if isinstance(runs, LaneExecutable):
-            runs.run(buffer, y, lengths, ready=product.await_parcel)
+            runs.run(buffer, y, lengths, ready=product.await_parcel, beside=beside)
         else:
             cast("CpuExecutable | CudaExecutable", runs).run(buffer, y, lengths, parcels=(product.words, 1))
 
@@ -183,10 +190,13 @@ def _executable(fabric: Fabric, call: ProgramCall, longest: int) -> Executable:
     ctas = plan.share.communication_ctas or 1
     room = longest + _SHARE_ALIGNMENT * ctas  # each CTA's part of a chunk begins on so many bytes
     stride = max(_LEAST_STRIDE, 1 << (room - 1).bit_length())
-    if plan.lane != "peer" or len(fabric.group.local_ranks) != fabric.group.size:
+    by_lanes = plan.lane != "peer" or len(fabric.group.local_ranks) != fabric.group.size
+    options = {}
+    if by_lanes:  # two parcels are under way; iterations follow each other only where a chunk does not fit
         stride = min(stride, MOST_BYTES)
+        options = {"slots": _LANE_SLOTS, "depth": 1 if longest <= stride else 2}
     kept = cast("dict[object, Executable]", fabric.kept.setdefault(id(_EXECUTABLES), {}))
-    schedule = tied.schedule()
+    schedule = tied.schedule(**options)
     workers = int(np.bincount(schedule.worker_rank).max())
     if fabric.group.device.type == "cuda" and plan.lane == "peer" and ctas // workers > 1:
         schedule = tied.schedule(instances=ctas // workers)
