@@ -291,6 +291,23 @@ def test_the_other_exchange_of_few_rows_is_tried() -> None:
         assert len({plan.tile for plan in found}) == 2
 
 
+@pytest.mark.parametrize(("multiprocessors", "n", "columns", "split"), [
+    (33, 8192, 256, 1), (33, 4096, 128, 1), (33, 2048, 64, 1), (16, 8192, 64, 1), (132, 8192, 64, 1),
+    (132, 4096, 64, 2),
+])  # fmt: skip
+def test_columns_of_few_rows_are_shared_evenly(multiprocessors: int, n: int, columns: int, split: int) -> None:
+    """No CTA has more columns than it must; where half of them have none, K in two parts is tried."""
+    asked = Problem.of(
+        "matmul_all_reduce", 1, n, 1024, dtype="bfloat16", ranks=4, device="cuda", multiprocessors=multiprocessors
+    )
+    plan = fused_plan(asked, "peer")
+    assert plan.tile == (16, columns)
+    tried = fused_plans(asked)
+    for one in tried:
+        one.check(asked)
+    assert max(one.split for one in tried) == split
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("n", [8, 13, 200])
 def test_every_block_of_columns_belongs_to_a_rank(ranks: int, n: int) -> None:

@@ -135,12 +135,22 @@ def _few_rows(problem: Problem) -> dict[str, Any]:
     Everything to everybody takes one way, owners two; but of ranks * rows each rank gets so many times less. On an
     H200, four ranks, K 1024 and 3584: 16 rows took 28 and 68 us at once in blocks of 256 columns, 30 and 70 by owners
     in blocks of 128; 64 rows by owners 33 and 75 us in blocks of 64 columns, 37 and 77 of 128. Weights that are asked
-    for ahead, on half an SM, cost up to 18 us.
+    for ahead, on half an SM, cost up to 18 us. That was with N 8192, which 32 CTAs share evenly in blocks of any of
+    these widths; where they would not, narrower blocks leave none of them idle.
     """
     tall = next(rows for rows in (16, 32, 64) if rows >= problem.m)
     at_once = problem.m * problem.ranks <= _AT_ONCE_ROWS
-    wide = 256 if at_once else 128 if tall == 16 else 64
+    widest = 256 if at_once else 128 if tall == 16 else 64
+    active = max(1, problem.multiprocessors - _SPARE)
+    widths = [wide for wide in (256, 128, 64) if wide <= widest]
+    wide = min(widths, key=lambda wide: _most_columns(problem, active, wide))  # the widest of equally good ones
     return {"tile": (tall, wide), "split": int(at_once), "owners": "rows" if at_once else "columns"}
+
+
+def _most_columns(problem: Problem, ctas: int, wide: int) -> int:
+    """Of the CTA that has most, where so many share blocks of that width."""
+    blocks = -(-problem.n // wide)
+    return -(-blocks // ctas) * wide
 
 
 def fused_tile(problem: Problem, rows: int) -> tuple[int, int]:

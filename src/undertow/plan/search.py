@@ -55,6 +55,7 @@ _GPU_TILES = ((128, 256), (128, 128), (64, 128), (64, 64))
 _WIDE_GPU_TILES = ((64, 128), (64, 64))  # fp32: no tensor cores, many registers
 _GATHER_PARTS = (1, 2, 4, 8)
 _LOADERS = (4, 8, 16, 32)
+_MOST_PARTS = 16  # of few rows, that a CTA waits for together
 
 
 def candidates(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[Plan]:
@@ -122,7 +123,7 @@ def fused_plans(problem: Problem) -> list[Plan]:
     if problem.operator == "all_gather_matmul":
         found += _gathers(problem)
     elif fused.form(problem, first) in fused.OF_FEW_ROWS and first.tile is not None:
-        found += [dataclasses.replace(first, **other) for other in _other_ways(first)]
+        found += [dataclasses.replace(first, **other) for other in _other_ways(problem, first)]
     return list({plan.digest: plan for plan in found}.values())
 
 
@@ -148,12 +149,17 @@ def _gathers(problem: Problem) -> list[Plan]:
     return found
 
 
-def _other_ways(first: Plan) -> list[dict[str, Any]]:
-    """What else few rows may be multiplied and summed by: other columns of a tile, the other exchange."""
+def _other_ways(problem: Problem, first: Plan) -> list[dict[str, Any]]:
+    """What else few rows may be multiplied and summed by: other columns of a tile, the other exchange; and, where CTAs
+    would be idle, K in two parts."""
     assert first.tile is not None
     rows, columns = first.tile
     owners = {"split": 0, "owners": "columns"} if first.split else {"split": 1, "owners": "rows"}
-    return [{"tile": (rows, 64 if columns > 64 else 128)}, owners]
+    found: list[dict[str, Any]] = [{"tile": (rows, 64 if columns > 64 else 128)}, owners]
+    active = first.share.multiprocessors or problem.multiprocessors
+    if first.split and 2 * -(-problem.n // columns) <= active and 2 * problem.ranks <= _MOST_PARTS:
+        found.append({"split": 2})
+    return found
 
 
 def _slices(problem: Problem, lane: str) -> dict[str, Plan]:
