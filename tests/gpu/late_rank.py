@@ -16,7 +16,9 @@ CALLS: dict[str, tuple[str, str, int]] = {
     "a small sum": ("matmul_all_reduce", "serial:peer", 4),
     "a large sum": ("matmul_all_reduce", "serial:peer", 1024),
     "rows": ("all_gather_matmul", "serial:peer", 1024),
-    "parcels": ("matmul_all_reduce", "signaled:peer", 1024),
+    "parcels that a program moves": ("matmul_all_reduce", "signaled:peer", 1024),
+    "chunks by kernels": ("matmul_all_reduce", "chunked:peer", 1024),
+    "parcels by copy engines": ("matmul_all_reduce", "signaled:dma", 1024),
 }
 """Operator, strategy and rows of calls that are watched in different ways."""
 

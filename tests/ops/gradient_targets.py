@@ -290,3 +290,26 @@ def hidden(name: str, strategy: str) -> float:
 def all_hidden() -> dict[tuple[str, str], float]:
     moving = [name for name in OPERATORS if name != "matmul_all_reduce"]
     return {(name, strategy): hidden(name, strategy) for name in moving for strategy in ("chunked:dma", "serial:dma")}
+
+
+def twice() -> bool:
+    """matmul_all_reduce can be differentiated again: its gradient is made of operations that can."""
+    group = ut.init()
+    chance = torch.Generator().manual_seed(7)
+    xs = [torch.randint(-2, 3, (4, 6), generator=chance).double().requires_grad_() for _ in range(group.size)]
+    ps = [torch.randint(-2, 3, (5, 6), generator=chance).double().requires_grad_() for _ in range(group.size)]
+    for turned in (True, False):
+
+        def again(y: torch.Tensor, x: torch.Tensor, p: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            first = torch.autograd.grad(y.square().sum(), (x, p), create_graph=True)
+            return torch.autograd.grad(sum(one.square().sum() for one in first), (x, p))
+
+        x, p = xs[group.rank], ps[group.rank]
+        ws = [one.t() if turned else one.t().contiguous() for one in ps]
+        others = sum(
+            a.detach() @ b.detach() for one, (a, b) in enumerate(zip(xs, ws, strict=True)) if one != group.rank
+        )
+        want = again(x @ ws[group.rank] + others, x, p)
+        got = again(ut.matmul_all_reduce(x, ws[group.rank], group=group, strategy="serial"), x, p)
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+    return True

@@ -26,6 +26,7 @@ from undertow.fabric.timeline import Recorder, recording
 from undertow.ops import matmul_all_reduce as reduce
 from undertow.ops import matmul_reduce_scatter as scatter
 from undertow.ops import program as ops_program
+from undertow.ops import replicated_matmul as ops_replicated
 from undertow.ops.product import CountedTileProduct
 from undertow.plan.plan import Plan
 
@@ -275,7 +276,7 @@ def strategies_may_choose_one() -> list[str]:
         return real(fabric, call, longest)
 
     ops_program._executable = executable  # type: ignore[assignment]
-    choose.default_plan = lambda problem, grain, lane: program_plan(problem, lane, "two_shot")  # type: ignore
+    choose.default_plan = lambda *given: program_plan(given[0], given[2], "two_shot") if given[3] else usual(*given)  # type: ignore
     try:
         for shape, dtype in itertools.product(((64, 40, 8), (33, 7, 5)), (torch.float32, torch.bfloat16)):
             for seed in range(4):  # with and without bias and activation
@@ -287,6 +288,20 @@ def strategies_may_choose_one() -> list[str]:
                 suite.verify(group, case)
                 follows = bare or dtype == torch.float32
                 assert (len(ran) > before) == follows, (case, "16-bit sums are rounded once" if not follows else "")
+                assert bool(ut.explain().plan.program) == follows  # type: ignore[union-attr]
+        _gradients_that_not_all_want(group)
     finally:
         choose.default_plan, ops_program._executable = usual, real
     return ran
+
+
+def _gradients_that_not_all_want(group: ut.Group) -> None:
+    """Where one rank's weight is frozen, it has nothing to compute beside what moves: the others do, and all move it
+    alike."""
+    x = torch.ones(64, 8, requires_grad=True)
+    w = torch.ones(8, 40, requires_grad=group.rank > 0)
+    y = ops_replicated.replicated_matmul(x, w, group=group, strategy="signaled:peer")
+    y.backward(torch.ones_like(y))
+    assert x.grad is not None
+    assert bool((x.grad == 40 * group.size).all())
+    assert (w.grad is None) == (group.rank == 0)

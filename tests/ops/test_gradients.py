@@ -62,3 +62,7 @@ def test_the_backward_pass_moves_beneath_its_matmuls() -> None:
         overlapped, serial = (max(one[name, strategy] for one in found) for strategy in ("chunked:dma", "serial:dma"))
         assert overlapped > 0.15, (name, found)
         assert overlapped > serial, (name, found)
+
+
+def test_a_sum_that_all_hold_can_be_differentiated_twice() -> None:
+    assert all(ut.launch(targets.twice, 2, device="cpu", deadline=20))

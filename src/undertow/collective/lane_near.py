@@ -20,6 +20,7 @@ class Near:
         self._made: Lane | None = None
         self._pairs: list[Handoffs] = []
         self.group, self.device = fabric.group, fabric.group.device  # a lane's constructor takes this for its fabric
+        self.guard: Any = getattr(fabric, "guard", None)
         self._slots = 0
         if name == "net" or name not in fabric.lanes():
             fabric.lane(name)  # refuses a name that is none

@@ -6,8 +6,8 @@ rank does with one parcel at one level, so nothing in a turn, and no two turns o
 a turn needs stands before it. That a worker had two instructions in an order says nothing here: chunks of different
 parcels do not wait for each other, and what a rank sends in a turn leaves together.
 
-Parcels of a kernel come one after the other, a level apart, so that as many are under way as a parcel takes levels from
-its tiles to its last message: every way that a message takes costs stops of streams, and the engines copy meanwhile.
+Parcels of a kernel come one after the other, `lag` levels apart: half of the levels that a parcel takes from its tiles
+to its last message, so that two are under way, one leaving while the other arrives.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def in_turns(schedule: Schedule) -> Order:
     for (at, _), chunks in made_of.items():
         values[at].update(other for other, _ in chunks)
     begins = _parcels(schedule, order, ranks)
+    lag = max(1, _height(order, values) // 2)
     level, parcel = [0] * len(order), [0] * len(order)
     for at in order:
         parcel[at] = max([begins.get(at, 0), *(parcel[other] for other in values[at])])
         level[at] = max([1 + level[other] for other in needs[at]], default=0)
-        level[at] = max(level[at], begins.get(at, 0))
+        level[at] = max(level[at], lag * begins.get(at, 0))
     turns: dict[tuple[int, int, int], list[int]] = defaultdict(list)
     for at in order:
         turns[level[at], parcel[at], ranks[at]].append(at)
@@ -153,3 +154,11 @@ def _parcels(schedule: Schedule, order: list[int], ranks: list[int]) -> dict[int
             mine = known[ranks[at]]
             found[at] = mine.setdefault(int(one.number[at]), len(mine))
     return found
+
+
+def _height(order: list[int], values: list[set[int]]) -> int:
+    """Levels of the longest chain in which each reads what the one before it wrote."""
+    level = [0] * len(order)
+    for at in order:
+        level[at] = 1 + max((level[other] for other in values[at]), default=0)
+    return max(level, default=0)

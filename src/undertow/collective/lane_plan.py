@@ -196,7 +196,9 @@ class _Walker:
 
 
 def _tracks(schedule: Schedule, order: Order, messages: list[Message], reads: list[list[int]]) -> list[int]:
-    """The track of each instruction. Only where kernels are waited for: elsewhere nothing could run ahead."""
+    """The track of each instruction. Only where kernels are waited for: elsewhere nothing could run ahead; and where no
+    message is handed on from rank to rank, as in a ring: so many short steps that change tracks cost the host more than
+    they gain."""
     one = schedule.instructions
     if not (one.kind == READY).any():
         return [MAIN] * len(one)
@@ -208,6 +210,8 @@ def _tracks(schedule: Schedule, order: Order, messages: list[Message], reads: li
             tracks.append(EARLY)
         else:
             tracks.append(MAIN)
+    if any(tracks[one.sent] == MAIN and not one.shared for one in messages):
+        return [MAIN] * len(tracks)
     return tracks
 
 

@@ -72,8 +72,9 @@ class PeerLane(Lane):
     def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
         """One kernel copies to all peers; before and after it the stream stops once, not once for every peer.
 
-        So all places must be free before the first is written. They were read by calls before this one, which wait
-        for nothing of this one.
+        So all places must be free before the first is written: nothing that reads what a place held before may wait
+        for a message of this exchange, or of a later one. Parcels of a call keep to that: a place is used again by the
+        next but one, and what takes a parcel waits for no later one.
         """
         if outgoing:
             copies = [(_destination(one), one.source.view(-1)) for one in outgoing]

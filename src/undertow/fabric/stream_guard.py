@@ -97,12 +97,13 @@ class StreamGuard:
 
     def leave(self, outputs: tuple[torch.Tensor, ...]) -> None:
         """All work of the call was enqueued; should it be aborted, its `outputs` are poisoned last."""
-        if self._calls[-1].poisons:
-            for output in outputs:
+        call = self._calls.pop()  # whatever happens: it would be taken for the outermost of later calls
+        try:
+            for output in outputs if call.poisons else ():
                 poison_if_aborted(output, self.abort)
-        call = self._calls.pop()
-        if call.watched:
-            stream_memory.write(call.stream, self._busy(call.stream), IDLE)
+        finally:
+            if call.watched:
+                stream_memory.write(call.stream, self._busy(call.stream), IDLE)
 
     def wait(self, address: int, target: int, on_host: bool) -> None:
         """Hold the current stream until the word reaches `target`, watched."""

@@ -34,8 +34,8 @@ class Request:
     `run_program` does the whole call where a collective program moves the parcels. `changed`: tensors of the caller
     that a call reads and then overwrites, so that a second call would give another result. `grains`: those that the
     operator has; `lane`: the one of a strategy that names none. `unmeasured`: the choice for a strategy where the
-    planner does not know the problem. `by_program`: whether a program that a plan of ours names may move the parcels;
-    else they are moved one by one.
+    planner does not know the problem. `by_program`: whether the plan of a strategy may have a program move the
+    parcels; equal on all ranks.
     """
 
     problem: Problem
@@ -55,7 +55,7 @@ class Request:
     def execute(self, plan: Plan) -> None:
         """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""
         fabric = self.group.fabric
-        if plan.program and self.by_program:
+        if plan.program:
             from .program import planned
 
             assert self.run_program is not None
@@ -115,7 +115,7 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
     grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
     if grain == "fused" and problem.operator != EMBEDDING:
         refuse_fused(strategy, problem, lane, request.group)
-    made = default_plan(problem, grain, lane)
+    made = default_plan(problem, grain, lane, request.by_program)
     made.check(problem)
     return Choice(made, "The strategy was given.")
 

@@ -109,7 +109,9 @@ class Explanation:
 
     @property
     def way(self) -> str:
-        """How the plan has rows brought, where its name leaves that open."""
+        """How the plan has rows brought, or which program moves its parcels, where its name leaves that open."""
+        if self.plan.program:
+            return f"moved by program {self.plan.program}"
         return brought.way(self.operator, self.plan)
 
     @property

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..fabric.registry import named
 from . import library
-from .beside import multiplied
 from .differentiable import held_plan
 from .grouped import bias_gradient, flattened, unflattened
-from .operands import like_weight
+from .operands import is_transposed
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -47,9 +46,9 @@ def _all_reduce(ctx: Any, dz: Tensor) -> Gradients:
     x, w = ctx.saved_tensors
     needs = ctx.needs_input_grad
     dx = dz @ w.t() if needs[0] else None
-    dw = like_weight(w) if needs[1] else None
-    if dw is not None:
-        multiplied(x, dz, dw)
+    dw = None
+    if needs[1]:
+        dw = (dz.t() @ x).t() if is_transposed(w) else x.t() @ dz  # lies as w does; can be differentiated again
     return _only(ctx, (dx, dw, dz.sum(0) if needs[2] else None), 4)
 
 

@@ -187,7 +187,8 @@ def replicated_matmul_backward(
             multiplied(x, dz, dw)
         return x.new_empty(0), dw
     beside = Beside(lambda: multiplied(x, dz, dw)) if wanted[1] else None
-    return home.call(dz, w.t(), None, "none", None, None, named(group), strategy, None, beside=beside), dw
+    on = named(group)
+    return home.call(dz, w.t(), None, "none", None, None, on, strategy, None, beside=beside, alone=False), dw
 
 
 @_operator("matmul_reduce_scatter_backward")
@@ -226,7 +227,8 @@ def all_gather_matmul_backward(
             weight(all_gather(x.contiguous(), rows=counts, group=on))
         return x.new_empty(0), dw
     beside = gathered_again(x, counts, on.rank, weight) if wanted[1] else None
-    return home.call(dz, w.t(), counts, None, "none", None, None, on, strategy, None, beside=beside), dw
+    options: dict[str, Any] = {"beside": beside, "alone": False}  # ranks may want different gradients
+    return home.call(dz, w.t(), counts, None, "none", None, None, on, strategy, None, **options), dw
 
 
 @_operator("matmul_all_to_all_backward")

@@ -106,8 +106,10 @@ def call(
     program: Program | None = None,
     out: torch.Tensor | None = None,
     beside: Beside | None = None,
+    alone: bool = True,
 ) -> torch.Tensor:
-    """The operator without gradients. `beside`: what is computed while the last parcels move."""
+    """The operator without gradients. `beside`: what is computed while the last parcels move; `alone`: no rank has
+    anything of that."""
     check_factors(x, w, on)
     m, n = x.shape[0], w.shape[1]
     check_finish(bias, activation, n, x)
@@ -127,7 +129,7 @@ def call(
         run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
 
     changed = after.changed if after else ()
-    by_program = beside is None and Finish(bias, activation, after=after).follows(y)
+    by_program = alone and Finish(bias, activation, after=after).follows(y)
     request = Request(
         problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program, changed, by_program=by_program
     )  # fmt: skip

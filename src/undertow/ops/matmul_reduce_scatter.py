@@ -104,8 +104,10 @@ def call(
     program: Program | None = None,
     out: torch.Tensor | None = None,
     beside: Beside | None = None,
+    alone: bool = True,
 ) -> torch.Tensor:
-    """The operator without gradients. `beside`: what is computed and brought along."""
+    """The operator without gradients. `beside`: what is computed and brought along; `alone`: no rank has anything of
+    that."""
     check_factors(x, w, on)
     m, n = x.shape[0], w.shape[1]
     check_finish(bias, activation, n, x)
@@ -131,7 +133,7 @@ def call(
         run_program(x, w, y, problem, call, Finish.of(bias, activation, call.plan, after), on.fabric)
 
     changed = after.changed if after else ()
-    by_program = beside is None and rows is None and Finish(bias, activation, after=after).follows(y)
+    by_program = alone and rows is None and Finish(bias, activation, after=after).follows(y)
     request = Request(
         problem, on, shape, same_on_all, y, execute, lambda: x @ w, execute_program, changed, by_program=by_program
     )  # fmt: skip

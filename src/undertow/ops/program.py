@@ -195,13 +195,15 @@ def _executable(fabric: Fabric, call: ProgramCall, longest: int) -> Executable:
     if by_lanes:  # two parcels are under way; iterations follow each other only where a chunk does not fit
         stride = min(stride, MOST_BYTES)
         options = {"slots": _LANE_SLOTS, "depth": 1 if longest <= stride else 2}
-    kept = cast("dict[object, Executable]", fabric.kept.setdefault(id(_EXECUTABLES), {}))
+    kept = cast("dict[tuple[str, str, int], Executable]", fabric.kept.setdefault(id(_EXECUTABLES), {}))
     schedule = tied.schedule(**options)
     workers = int(np.bincount(schedule.worker_rank).max())
     if fabric.group.device.type == "cuda" and plan.lane == "peer" and ctas // workers > 1:
         schedule = tied.schedule(instances=ctas // workers)
-    key = (schedule.digest, plan.lane, stride)  # not the program: one that is decorated anew in every step is the same
-    found = kept.get(key)
-    if found is None:
-        found = kept[key] = executable(fabric, schedule, stride, plan.lane)
+    # Not by the program: one that is decorated anew in every step is the same. One with more room will do.
+    kind = (schedule.digest, plan.lane)
+    roomy = [one for one in kept if one[:2] == kind and one[2] >= stride]
+    if roomy:
+        return kept[min(roomy)]
+    found = kept[(*kind, stride)] = executable(fabric, schedule, stride, plan.lane)
     return found

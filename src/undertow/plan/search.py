@@ -70,7 +70,7 @@ def ranked(problem: Problem, machine: Machine, lanes: Sequence[str]) -> list[tup
     plans = [plan for _, plan in every]
     if "peer" in known:  # who can store into all ranks' memory need not post to a proxy, whose thread would stay
         plans = [plan for plan in plans if not plan.posts(problem.device)]
-    plans += [*fused_plans(problem), *_by_program(problem)] if "peer" in known else []
+    plans += fused_plans(problem) if "peer" in known else []
     unique = {
         plan.digest: plan for plan in plans if is_even(problem, plan) or not is_staged(problem, machine, plan.lane)
     }
@@ -125,14 +125,6 @@ def fused_plans(problem: Problem) -> list[Plan]:
     elif fused.form(problem, first) in fused.OF_FEW_ROWS and first.tile is not None:
         found += [dataclasses.replace(first, **other) for other in _other_ways(problem, first)]
     return list({plan.digest: plan for plan in found}.values())
-
-
-def _by_program(problem: Problem) -> list[Plan]:
-    """The usual signaled plan over `peer`, if a collective program moves its parcels."""
-    if problem.ranks == 1 or problem.m * problem.n == 0 or problem.operator == EMBEDDING:
-        return []
-    plan = default_plan(problem, "signaled", "peer")
-    return [plan] if plan.program else []
 
 
 def _gathers(problem: Problem) -> list[Plan]:
