@@ -27,9 +27,10 @@ need none: both sides count them for themselves, and the rule of the next but on
 So the argument is the same: a share waits for receives that stand no later than in its own turn.
 
 A walk has *tracks*, orders of its own beside each other where a runtime can have several: EARLY sends what kernels have
-written, LATE takes what is shared, MAIN does everything else. A step waits for the steps of its track before it, and,
-by signals, for those of other tracks that use the same memory; all of them stand before it in the walk, so tracks wait
-for nothing that the walk in one piece would not have waited for.
+written, LATE takes what is shared, MAIN does everything else (where messages are handed on from rank to rank, all but
+waiting for kernels). A step waits for the steps of its track before it, and, by signals, for those of other tracks that
+use the same memory; all of them stand before it in the walk, so tracks wait for nothing that the walk in one piece
+would not have waited for.
 
 A send may still be read after `send` returns. What it reads is either memory of its own (a *spare*), or is not written
 before a flush: at once where the same iteration writes it again, in iterations from `depth` on where it is scratch. No
