@@ -63,7 +63,9 @@ class Node:
         made = object.__new__(CudaFabric)
         made.group = types.SimpleNamespace(rank=rank, size=self.ranks, deadline=1.0, device=torch.device("cpu"))
         made.device, made.multiprocessors, made.bulk_copies = made.group.device, CTAS, self.bulk
-        made.guard = types.SimpleNamespace(abort=parts.NOBODY, error=parts.NOBODY)  # type: ignore[assignment]
+        made.guard = types.SimpleNamespace(  # type: ignore[assignment]
+            abort=parts.NOBODY, error=parts.NOBODY, poisons_itself=lambda: None
+        )
         made.node, made.together = self, self.together  # type: ignore[attr-defined]
         return made
 
