@@ -51,7 +51,7 @@ def random_plans(seed: int, count: int) -> dict[str, int]:
 
     turn = 0
 
-    def planned(problem: Problem, grain: str, lane: str) -> Plan:
+    def planned(problem: Problem, grain: str, lane: str, by_program: bool = False) -> Plan:
         plan = random_plan(problem, random.Random(seed + turn))
         forms[fused.form(problem, plan)] += 1
         return plan

@@ -65,7 +65,7 @@ def random_plans(seed: int, count: int) -> int:
             case = suite.Case(
                 operator, f"signaled:{lane}", dtype, chance.choice(suite.SHAPES), chance.randrange(1 << 30)
             )
-            choose.default_plan = lambda problem, grain, lane, case=case: random_plan(  # type: ignore[misc]
+            choose.default_plan = lambda problem, grain, lane, by_program, case=case: random_plan(  # type: ignore[misc]
                 problem, lane, random.Random(case.seed)
             )
             suite.verify(group, case)
@@ -109,7 +109,7 @@ def wrong_permutation(operator: str, layout: str) -> tuple[int, str]:
     case = suite.Case(operator, "signaled:peer", torch.float32, (64, 48, 32), 7)
     real = choose.default_plan
 
-    def planned(problem: Problem, grain: str, lane: str) -> Plan:
+    def planned(problem: Problem, grain: str, lane: str, by_program: bool = False) -> Plan:
         chosen = Plan("signaled", lane, ((0, 0),), tile=(8, 8), order=problem.order, layout=layout)
         tiles = problem.grid(chosen).tiles
         extent = {"rotated": problem.ranks, "proportional": 4}.get(problem.order, tiles)

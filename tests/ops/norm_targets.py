@@ -71,7 +71,7 @@ def what_follows_is_right(seed: int, part: float) -> int:
                 continue
             signaled, program = strategy.startswith("signaled"), chance.random() < 0.2
             if signaled and not program:
-                choose.default_plan = lambda problem, grain, lane, case=case: random_plan(  # type: ignore[misc]
+                choose.default_plan = lambda problem, grain, lane, by_program, case=case: random_plan(  # type: ignore[misc]
                     problem, lane, random.Random(case.seed)
                 )
             verify(group, case, kind, signaled and program)
