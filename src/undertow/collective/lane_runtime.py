@@ -205,13 +205,13 @@ class LaneExecutable:
         written after the output was poisoned."""
         now.tracks.begin()
         try:
-            for track, todo in bound.runs:
-                now.tracks.run(track, partial(self._perform, todo, now))
+            for track, several in bound.runs:
+                now.tracks.run(track, partial(self._perform, several, now))
         finally:
             now.tracks.end()
 
-    def _perform(self, todo: list[tuple[int, Any]], now: _Iteration) -> None:
-        for kind, found in todo:
+    def _perform(self, several: list[tuple[int, Any]], now: _Iteration) -> None:
+        for kind, found in several:
             if kind == steps.RUN:
                 self._sum_up(found, now)
             elif kind == steps.SEND:

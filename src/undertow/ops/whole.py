@@ -89,8 +89,8 @@ def exchange(
     """`spans`: elements that belong to each rank (all_reduce: of all, which is summed in place). Collective at first.
 
     `like`: has the type and device of what moves. `given`, `taken`: contiguous tensors of the caller that small results
-    are moved from and to, so that nothing is copied; all_reduce needs one. None, on all ranks: it would have to be
-    made, inside a capture. The collective poisons `taken` if it fails.
+    are moved from and to, so that nothing is copied (all_reduce: `taken` alone). The collective poisons `taken` if it
+    fails. None, on all ranks: it would have to be made, inside a capture.
     """
     dtype, size, in_place = like.dtype, like.element_size(), collective == "all_reduce"
     total, own = sum(spans), sum(spans) if in_place else spans[fabric.group.rank]
@@ -110,13 +110,12 @@ def exchange(
             return None
         source, out, given, taken = held, other, held.local[: counts[0]], other.local[: counts[1]]
     else:
-        if in_place:
-            given = taken if given is None else given
+        given = taken if in_place else given
         source = given = like.new_empty(counts[0]) if given is None else given.view(-1)
-        if not in_place:
-            out = taken = like.new_empty(counts[1]) if taken is None else taken.view(-1)
-        else:
+        if in_place:
             out = taken = given
+        else:
+            out = taken = like.new_empty(counts[1]) if taken is None else taken.view(-1)
     move = _mover(fabric, collective, source, out, spans, in_place, ctas, total * size)
     if move is None:
         return None
