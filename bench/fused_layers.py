@@ -9,7 +9,7 @@ import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
 from undertow.plan.brought import fuller_waves
-from undertow.plan.defaults import fused_plan, gather_forms
+from undertow.plan.defaults import fused_plan, gather_forms, scatter_forms
 from undertow.plan.plan import Plan
 from undertow.plan.problem import Problem
 
@@ -41,6 +41,9 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
     for summing in (2, 4) if reduce else (2,):
         other = replace(plan.share, communication_ctas=summing)
         found[f"fused {summing} sum"] = bench.fused(x, w, out, problem, replace(plan, share=other))
+    for name, other_form in scatter_forms(problem, "peer").items():
+        if other_form != plan:
+            found[f"fused, {name}"] = bench.fused(x, w, out, problem, other_form)
     if bench.options["guarded"]:
         found["guarded"] = bench.fused(x, w, out, problem, plan, guarded=True)
     source, scattered = bench.buffer("source", m * n), bench.buffer("out", m * n if reduce else shard * n)

@@ -7,6 +7,8 @@ For every operator and shape, in one run, interleaved, the slowest rank counts:
 Times are those of the whole call, what the host needs for it included, or (--ahead) those of the device alone, while
 hosts are ahead of it, as they are where a training step keeps it busy (`at_once`).
 
+With --ahead also the matmul's own time inside a call of 8 parcels, and alone on the same SMs, by events around it.
+
 Speed-up is over serial; E is the part of the exposed communication that was hidden; the share of ideal compares with
 the longer of the two parts.
 
@@ -31,9 +33,11 @@ import torch
 from at_once import AtOnce
 
 import undertow as ut
+from undertow.fabric import timeline
 from undertow.fabric.environment import environment
 from undertow.ops import matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from undertow.ops.finish import Finish
+from undertow.ops.program import planned
 from undertow.plan.defaults import default_plan
 from undertow.plan.machine import Machine
 from undertow.plan.metrics import overlap_efficiency, share_of_ideal
@@ -43,6 +47,7 @@ from undertow.plan.search import ranked
 from undertow.plan.tokens import Tokens
 
 N = 8192
+INSIDE = "8 equal parcels"  # the call in which the matmul itself is timed
 OPERATORS = {
     "matmul_all_reduce": matmul_all_reduce,
     "matmul_reduce_scatter": matmul_reduce_scatter,
@@ -85,6 +90,8 @@ def plans(problem: Problem, lane: str) -> dict[str, Plan]:
     for count in (4, 8, 12, 16):
         if count <= bands:
             found[f"{count} equal parcels"] = signaled(problem, lane, [1.0] * count)
+    if lane == "peer" and problem.operator != "matmul_all_to_all":
+        found["by a program"] = default_plan(problem, "signaled", lane, by_program=True)
     if bands >= 8:
         found["8 growing"] = signaled(problem, lane, [1.0 + 0.5 * one for one in range(8)])
         found["8 shrinking"] = signaled(problem, lane, [1.0 + 0.5 * (7 - one) for one in range(8)])
@@ -189,7 +196,41 @@ class Bench:
                 if turn:
                     seconds[name].append(took)
         median = {name: statistics.median(found) for name, found in seconds.items()}
-        return {"operator": operator, "m": m, "k": k, "ranks": group.size, "seconds": seconds, "median": median}
+        inside = None
+        if INSIDE in every and self._ahead is not None:
+            inside = self.matmul_inside(variants[INSIDE], problem, every[INSIDE], x, w)
+        return {
+            "operator": operator, "m": m, "k": k, "ranks": group.size, "seconds": seconds, "median": median,
+            "inside": inside,
+        }  # fmt: skip
+
+    def matmul_inside(
+        self, call: Callable[[], object], problem: Problem, plan: Plan, x: torch.Tensor, w: torch.Tensor
+    ) -> dict[str, float]:
+        """Seconds of the signaling matmul itself, by events around its launch: alone, and inside the whole call."""
+        from undertow.ops.cuda_product import CudaTileProduct
+
+        fabric = self.group.fabric
+        numbers = None
+        if plan.program:
+            numbers = planned(problem, self.group, None, "auto", plan).tied.numbers[self.group.rank]
+        buffer = x.new_empty(problem.m * problem.n)
+        product = CudaTileProduct(fabric, problem, plan, x, w, buffer, None, numbers)
+
+        def alone() -> None:
+            product.prepare()
+            product.start()
+
+        found = {}
+        for name, one in (("alone", alone), ("inside", call)):
+            taken = []
+            for _ in range(self.rounds + 1):
+                with timeline.recording() as recorder:
+                    self.timed(one)
+                spans = [event.duration_ns for event in recorder.timeline().events if event.name == "matmul"]
+                taken.append(self.group.reduce_max([max(spans) * 1e-9])[0])
+            found[name] = statistics.median(taken[1:])
+        return found
 
 
 def moved(one: dict[str, Any]) -> float:
@@ -213,12 +254,20 @@ def line(one: dict[str, Any]) -> str:
             shown = f"{share * 100:.0f}%" if share is not None else "-"
             efficiency = f"{hidden:.2f}" if hidden is not None else "-"
             text += f" {name}: {serial / took:.2f}x E {efficiency} {shown} |"
+    inside = one.get("inside")
+    if inside:
+        text += f" matmul inside {inside['inside'] * 1e3:.2f}, alone {inside['alone'] * 1e3:.2f} ms"
+        text += f" ({inside['inside'] / inside['alone']:.3f})"
     return text
 
 
 def summary(found: list[dict[str, Any]]) -> list[str]:
     """Where neither part is more than twice the other: the mean share of ideal of each shape's fastest plan, by M."""
     lines = []
+    slowed = [one["inside"]["inside"] / one["inside"]["alone"] for one in found if one.get("inside")]
+    if slowed:
+        mean = statistics.mean(slowed)
+        lines.append(f"the matmul inside {INSIDE}: {mean:.3f} of its time alone, mean; {max(slowed):.3f} at most")
     for m in sorted({one["m"] for one in found}):
         shares, signaled_only = [], []
         for one in found:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 import undertow as ut
+from undertow.plan import chain
+from undertow.plan.defaults import fused_plan
+from undertow.plan.plan import Plan, Share
+from undertow.plan.problem import Problem
 
 CALLS: dict[str, tuple[str, str, int]] = {
     "few rows, to all at once": ("matmul_all_reduce", "fused:peer", 4),
     "few rows, by owners": ("matmul_all_reduce", "fused:peer", 48),
     "tiles": ("matmul_reduce_scatter", "fused:peer", 1024),
+    "sums from rank to rank": ("matmul_reduce_scatter", "rotated", 1024),
     "a small sum": ("matmul_all_reduce", "serial:peer", 4),
     "a large sum": ("matmul_all_reduce", "serial:peer", 1024),
     "rows": ("all_gather_matmul", "serial:peer", 1024),
@@ -20,7 +26,17 @@ CALLS: dict[str, tuple[str, str, int]] = {
     "chunks by kernels": ("matmul_all_reduce", "chunked:peer", 1024),
     "parcels by copy engines": ("matmul_all_reduce", "signaled:dma", 1024),
 }
-"""Operator, strategy and rows of calls that are watched in different ways."""
+"""Operator, strategy (or the order of a plan) and rows of calls that are watched in different ways."""
+
+
+def scatter_plans(group: ut.Group, m: int, n: int, k: int, shards: list[int] | None = None) -> tuple[Plan, Plan]:
+    """Of a fused reduce_scatter: sums by owners, and from rank to rank, whatever the size."""
+    problem = Problem.of(
+        "matmul_reduce_scatter", m, n, k, dtype="bfloat16", ranks=group.size, device="cuda",
+        multiprocessors=group.fabric.multiprocessors, shards=shards, bulk=group.fabric.bulk_copies,
+    )  # fmt: skip
+    beside, active = fused_plan(problem, "peer"), max(1, group.fabric.multiprocessors - 1)
+    return beside, replace(beside, order="rotated", share=Share(active), tile=chain.TILE, group_bands=3)
 
 
 def operator_without_the_last(name: str) -> str:
@@ -29,8 +45,12 @@ def operator_without_the_last(name: str) -> str:
     x = torch.ones(rows, 512, dtype=torch.bfloat16, device=group.device)
     w = torch.ones(512, 1024, dtype=torch.bfloat16, device=group.device)
 
+    how: dict[str, object] = {"strategy": strategy}
+    if strategy == "rotated":
+        how = {"plan": scatter_plans(group, rows, w.shape[1], x.shape[1])[1]}
+
     def call() -> torch.Tensor:
-        return getattr(ut, operator)(x, w, group=group, strategy=strategy)  # type: ignore[no-any-return]
+        return getattr(ut, operator)(x, w, group=group, **how)  # type: ignore[no-any-return]
 
     for _ in range(3):  # both turns of what calls share
         y = call()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import few_row_checks
+import late_rank
 import matmul_suite
 import staged_checks
 import token_checks
@@ -229,24 +230,32 @@ FUSED_SHAPES = ((512, 512, 128), (1160, 264, 72), (300, 272, 200), (16, 512, 256
 
 @check
 def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
-    """2,000 fused calls, sizes and operators at random, some under way while the next are enqueued; others between.
+    """2,000 fused calls, sizes and operators at random, a hundred under way before the host looks; others between.
 
     A shape keeps its dtype, bias and the way its weights lie: about twenty kernels to compile, not sixty.
     """
     chance = random.Random(4070)
-    operators = list(matmul_suite.OPERATORS)
-    for number in range(2000):
-        which, operator = chance.randrange(len(FUSED_SHAPES)), chance.choice(operators)
-        strategy = "signaled:peer" if number % 50 == 0 else "fused:peer"
+    made = []
+    for number in range(64):
+        which, operator = number % len(FUSED_SHAPES), chance.choice(list(matmul_suite.OPERATORS))
+        strategy = "signaled:peer" if number % 16 == 0 else "fused:peer"
         if operator != "matmul_all_reduce" and FUSED_SHAPES[which][0] < 64:
             which = number % 3  # every rank has rows
         dtype = torch.float16 if which % 3 == 0 else torch.bfloat16
         seed = SEEDS[which % 2] + 210 * (number % 9)
-        matmul_suite.verify(group, Case(operator, strategy, dtype, FUSED_SHAPES[which], seed))
-        if number % 100 == 0:
+        case = Case(operator, strategy, dtype, FUSED_SHAPES[which], seed)
+        matmul_suite.verify(group, case)
+        made.append((case, *matmul_suite.prepared(group, case)))
+    wrong = torch.zeros(len(made), dtype=torch.int64, device=group.device)
+    for number in range(2000):
+        which = chance.randrange(len(made))
+        _, call, want = made[which]
+        got = call(torch.full_like(want, float("nan")))
+        wrong[which] += (got != want).sum()
+        if number % 100 == 99:
             settle(group)
-            if group.rank == 0:
-                print(f"{number} mixed calls", flush=True)
+            found = {str(case): count for (case, *_), count in zip(made, wrong.tolist(), strict=True) if count}
+            assert not found, f"rank {group.rank}, after {number + 1} calls, elements that are wrong: {found}"
 
 
 def gathering(
@@ -331,6 +340,46 @@ def rows_are_pushed_or_pulled(group: ut.Group) -> None:
                 total = torch.cat(mine).double().sum(0)[:, None]
                 assert weight.grad is not None
                 assert torch.equal(weight.grad, total.expand_as(w).to(torch.bfloat16))
+
+
+def sparse(rows: int, columns: int, seed: int, odds: int, device: torch.device) -> torch.Tensor:
+    """-1, 0 and 1, one in `odds` not zero, so that sums of many products are exact in 16 bits."""
+    drawn = torch.randint(2 * odds, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    return ((drawn == 0).int() - (drawn == 1).int()).to(device, torch.bfloat16)
+
+
+@check
+def sums_go_from_rank_to_rank(group: ut.Group) -> None:
+    """`chain.py`: tails, uneven shards, K of one step and of many, weights either way round, bias and activation; in
+    turn with sums by owners, which share its memory; then 1000 replays with new inputs and delayed ranks."""
+    from gpu_checks import _replay
+
+    device, size, rank = group.device, group.size, group.rank
+    uneven = [300 + 130 * one for one in range(size)]
+    for shards, n, k in ((uneven, 520, 72), ([260] * size, 776, 1032), ([512] * size, 2048, 64)):
+        m = sum(shards)
+        xs = [sparse(m, k, 700 + one, 3, device) for one in range(size)]
+        ws = [sparse(n, k, 800 + one, 16, device).t() for one in range(size)]
+        whole = sum((x.float() @ w.float() for x, w in zip(xs, ws, strict=True)), torch.zeros(m, n, device=device))
+        first = sum(shards[:rank])
+        want = whole[first : first + shards[rank]]
+        bias = (torch.arange(n, device=device) % 5 - 2).to(torch.bfloat16)
+        beside, plan = late_rank.scatter_plans(group, m, n, k, shards)
+        for turn in range(6):
+            w = ws[rank] if turn % 2 else ws[rank].contiguous()
+            chosen = beside if turn == 2 else plan
+            y = ut.matmul_reduce_scatter(xs[rank], w, rows=shards, group=group, plan=chosen)
+            assert torch.equal(y, want.to(y.dtype)), (shards, n, k, turn)
+            y = ut.matmul_reduce_scatter(
+                xs[rank], w, rows=shards, bias=bias, activation="relu", group=group, plan=chosen
+            )  # fmt: skip
+            assert torch.equal(y, torch.relu(want + bias.float()).to(y.dtype)), (shards, n, k, turn, "finished")
+    x, shard, part = xs[rank].clone(), torch.empty(shards[rank], n, dtype=torch.bfloat16, device=device), want
+
+    def scattered() -> None:
+        ut.matmul_reduce_scatter(x, ws[rank], group=group, plan=plan, out=shard)
+
+    _replay(group, "sums from rank to rank", x, shard, scattered, part.to(torch.bfloat16))
 
 
 @check

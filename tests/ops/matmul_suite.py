@@ -58,6 +58,9 @@ CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _NON_ZERO = 16  # products that are not zero, at most, for each output of each rank
 
 
+Prepared = tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Case:
     operator: str
@@ -94,7 +97,13 @@ def run(seed: int, part: float) -> int:
 
 
 def verify(group: ut.Group, case: Case) -> None:
-    OPERATORS[case.operator](group, case)
+    call, want = prepared(group, case)
+    _exactly(case, group, call(_poisoned(want.shape, case, group)), want)
+
+
+def prepared(group: ut.Group, case: Case) -> Prepared:
+    """What makes the case's call into a tensor that it is given, and what it must put there."""
+    return OPERATORS[case.operator](group, case)
 
 
 @lru_cache(1024)
@@ -157,31 +166,33 @@ def _wide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [one.double() for one in tensors]
 
 
-def _all_reduce(group: ut.Group, case: Case) -> None:
+def _all_reduce(group: ut.Group, case: Case) -> Prepared:
     xs, ws = _factors(group, case)
     bias, activation = _bias(case, case.shape[1], group.device), _activation(case)
     want = _finished(reduce.reference(_wide(xs), _wide(ws)).to(case.dtype), bias, activation)
-    out = _poisoned(want.shape, case, group)
-    got = ut.matmul_all_reduce(
-        xs[group.rank], ws[group.rank], bias=bias, activation=activation, group=group, strategy=case.strategy, out=out
-    )
-    assert got is out
-    _exactly(case, group, got, want)
+
+    def call(out: torch.Tensor) -> torch.Tensor:
+        got = ut.matmul_all_reduce(
+            xs[group.rank], ws[group.rank], bias=bias, activation=activation, group=group, strategy=case.strategy,
+            out=out,
+        )  # fmt: skip
+        assert got is out
+        return got
+
+    return call, want
 
 
-def _reduce_scatter(group: ut.Group, case: Case) -> None:
+def _reduce_scatter(group: ut.Group, case: Case) -> Prepared:
     xs, ws = _factors(group, case)
     bias, activation = _bias(case, case.shape[1], group.device), _activation(case)
     want = scatter.reference(_wide(xs), _wide(ws))[group.rank]
     want = _finished(want.to(case.dtype), bias, activation)
-    out = _poisoned(want.shape, case, group)
-    got = ut.matmul_reduce_scatter(
+    return lambda out: ut.matmul_reduce_scatter(
         xs[group.rank], ws[group.rank], bias=bias, activation=activation, group=group, strategy=case.strategy, out=out
-    )
-    _exactly(case, group, got, want)
+    ), want  # fmt: skip
 
 
-def _all_gather(group: ut.Group, case: Case) -> None:
+def _all_gather(group: ut.Group, case: Case) -> Prepared:
     m, n, k = case.shape
     uneven = case.seed % 2 == 0
     rows = [max(0, m - 7 * rank) if uneven else m for rank in range(group.size)]
@@ -190,15 +201,13 @@ def _all_gather(group: ut.Group, case: Case) -> None:
     w = ws[group.rank]
     bias, activation = _bias(case, w.shape[1], group.device), _activation(case)
     want = _finished(gather.reference(_wide(xs), _wide(ws))[group.rank].to(case.dtype), bias, activation)
-    out = _poisoned(want.shape, case, group)
-    got = ut.all_gather_matmul(
+    return lambda out: ut.all_gather_matmul(
         xs[group.rank], w, rows=rows if uneven else None, bias=bias, activation=activation, group=group,
         strategy=case.strategy, out=out,
-    )  # fmt: skip
-    _exactly(case, group, got, want)
+    ), want  # fmt: skip
 
 
-def _all_to_all(group: ut.Group, case: Case) -> None:
+def _all_to_all(group: ut.Group, case: Case) -> Prepared:
     m, n, k = case.shape
     chance = random.Random(case.seed)
     uneven = case.seed % 2 == 0
@@ -212,16 +221,14 @@ def _all_to_all(group: ut.Group, case: Case) -> None:
     done = [_finished((x @ w).to(case.dtype), bias, activation) for x, w in zip(_wide(xs), _wide(ws), strict=True)]
     identity = [torch.eye(n, dtype=torch.float64, device=group.device)] * group.size
     want = exchange.reference(_wide(done), identity, matrix)[group.rank].to(case.dtype)
-    out = _poisoned(want.shape, case, group)
     splits = [None, matrix[group.rank], matrix][case.seed % 2 + 1] if uneven else None
-    got = ut.matmul_all_to_all(
+    return lambda out: ut.matmul_all_to_all(
         xs[group.rank], ws[group.rank], splits, bias=bias, activation=activation, group=group, strategy=case.strategy,
         out=out,
-    )  # fmt: skip
-    _exactly(case, group, got, want)
+    ), want  # fmt: skip
 
 
-OPERATORS: dict[str, Callable[[ut.Group, Case], None]] = {
+OPERATORS: dict[str, Callable[[ut.Group, Case], Prepared]] = {
     "matmul_all_reduce": _all_reduce,
     "matmul_reduce_scatter": _reduce_scatter,
     "all_gather_matmul": _all_gather,

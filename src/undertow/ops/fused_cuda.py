@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..errors import StrategyUnavailable
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric
-from ..plan import beside, brought, fused
+from ..plan import beside, brought, chain, fused
 from . import fused_few
 from .cuda_product import device_table
 from .finish import Finish
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
     from ..plan.problem import Problem
     from .beside import Arriving
+
+_HOPPER = 9  # major number of its capability
 
 
 def prepare(
@@ -93,6 +96,8 @@ def _scatter(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
 ) -> tuple[Stage, Launch]:
     """Where ranks share a GPU, tiles are stored by TMA through a mapping of all ranks' memory, and read through it."""
+    if chain.chained(problem, plan):
+        return _chain(x, w, y, problem, plan, finish, fabric)
     from ..kernels.fused_scatter import fused_scatter_kernel
 
     assert plan.tile is not None
@@ -135,6 +140,43 @@ def _scatter(
         )  # fmt: skip
 
     common = "scatter", plan.tile, x.dtype, broadcast, *ends.values()
+    load(fabric, stage, common, (both.transposed, n % 16, y.data_ptr() % 16), launch)
+    return stage, launch
+
+
+def _chain(
+    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
+) -> tuple[Stage, Launch]:
+    """Sums that go from rank to rank. It takes turns with the other scatters on one stage: all of them need every
+    rank. Its products are Hopper's own (wgmma)."""
+    if torch.cuda.get_device_capability(fabric.device)[0] != _HOPPER:
+        reason = "sums go from rank to rank in a kernel for GPUs of sm_90 alone"
+        raise StrategyUnavailable(strategy=plan.name, reason=reason, possible="another fused plan, serial")
+    from ..kernels.fused_chain import BLOCK_K, REGISTERS, STAGES, WARPS, blocks, fused_chain_kernel
+
+    assert plan.tile is not None
+    block_m, block_n = tile = plan.tile
+    rank, size, n = fabric.group.rank, fabric.group.size, problem.n
+    shards = problem.shards
+    padded = fused.padded_rows(shards, plan)
+    lines = sum(-(-rows // block_m) for rows in shards) * -(-n // block_n)
+    stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
+    key = ("fused chain", shards, n, plan.digest, rank)
+    table = device_table(fabric, key, lambda: chain.table(shards, n, plan, rank))
+    both = factors(x, w, fabric.bulk_copies)
+    bias, ends = finishing(finish, y)
+
+    def launch(epochs: torch.Tensor, working: int) -> None:
+        kernel: Any = fused_chain_kernel
+        kernel[(fabric.multiprocessors,)](
+            *blocks(both.a, both.b, both.transposed, tile), stage.data.local, y, bias, table, stage.bases,
+            stage.word_bases, stage.words.local, epochs, len(table), working, both.inner, n, padded, stage.half, rank,
+            (rank - 1) % size, (rank + 1) % size, *watch(fabric),
+            BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=STAGES, TRANSPOSED=both.transposed, **ends,
+            num_warps=WARPS, maxnreg=REGISTERS,
+        )  # fmt: skip
+
+    common = "chain", plan.tile, x.dtype, *ends.values()
     load(fabric, stage, common, (both.transposed, n % 16, y.data_ptr() % 16), launch)
     return stage, launch
 

@@ -62,7 +62,8 @@ class Plan:
     fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above. Where tiles wait
     for rows, `share.communication_ctas` CTAs push them, in pieces of `piece` columns, before they multiply, or (`order`
     "rotated", `brought.py`) while the others multiply all own tiles first, or where all do so before all multiply;
-    where owners sum on a GPU, so many do only that (`beside.py`). `split` is for few rows: of all_reduce 0 where
+    where owners sum on a GPU, so many do only that (`beside.py`), unless sums go from rank to rank (`order` "rotated",
+    `chain.py`). `split` is for few rows: of all_reduce 0 where
     owners sum, else in how many parts K is cut for a one-shot exchange; of all_gather in how many K of the last tiles
     is, 0: it is not. `owners`: ranks own "rows" or, where few rows are summed by owners (all_reduce), "columns".
     `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before the launch in front of it has
@@ -230,7 +231,7 @@ class Plan:
             raise InvalidArgument(argument="plan", was="of natural layout and parcels of other sizes", must=must)
 
     def _check_fused(self, problem: Problem) -> None:
-        from . import brought, fused
+        from . import brought, chain, fused
 
         reason = fused.why_not(problem, self.lane)
         if reason:
@@ -246,6 +247,9 @@ class Plan:
         gathers = problem.operator == "all_gather_matmul"  # elsewhere nothing comes in pieces, and K is a rank's own
         pieces = fused.parts(self, problem.k) if gathers else 0
         last = fused.own_last(problem)
+        sums = problem.operator == "matmul_reduce_scatter" and not self.deterministic  # not in rank order
+        scatters = sums and self.tile == chain.TILE
+        rotates = (gathers or scatters) and problem.bulk and problem.device == "cuda"
         limits: tuple[tuple[str, object, str, bool], ...] = (
             ("parcels", list(self.parcels), "one: each tile moves by itself", len(self.parcels) == 1),
             (
@@ -297,9 +301,14 @@ class Plan:
             (
                 "order",
                 self.order,
-                "natural for a fused plan, or rotated where a GPU with TMA gathers rows",
-                self.order == "natural"
-                or (self.order == "rotated" and gathers and problem.device == "cuda" and problem.bulk),
+                "natural for a fused plan, or rotated where a GPU with TMA gathers or scatters rows",
+                self.order == "natural" or (self.order == "rotated" and rotates),
+            ),
+            (
+                "share.communication_ctas",
+                self.share.communication_ctas,
+                "None where sums go from rank to rank: nobody only sums",
+                gathers or self.order != "rotated" or self.share.communication_ctas is None,
             ),
             ("layout", self.layout, "natural for a fused plan", self.layout == "natural"),
             ("own_last", self.own_last, f"{last} for a fused {problem.operator}", self.own_last == last),

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import fused, pipeline, staged
+from . import chain, fused, pipeline, staged
 from .machine import at
 from .matmuls import copy_speed, matmul_times, shards_of, workers_of
 from .pipeline import Step
@@ -185,7 +185,7 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
         communication /= max(1, problem.ranks - 1)
     if machine.device == "cpu" or fused.form(problem, plan) in fused.OF_FEW_ROWS:
         return Prediction(gemm, communication, 0.0, gemm + communication)
-    after = fused_rest_seconds(problem, machine)
+    after = fused_rest_seconds(problem, machine, sums=not chain.chained(problem, plan))
     slow = machine.slowdowns.gemm_slowdown(
         plan.lane, speed, workers_of(problem, plan), plan.share.communication_ctas or 0
     )
@@ -196,11 +196,11 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     return Prediction(gemm, communication, 0.0, total)
 
 
-def fused_rest_seconds(problem: Problem, machine: Machine) -> float:
-    """What a fused call does when its last tile is computed: that tile's way, and sums."""
+def fused_rest_seconds(problem: Problem, machine: Machine, sums: bool = True) -> float:
+    """What a fused call does when its last tile is computed: that tile's way, and `sums` unless they went with it."""
     signal = machine.stream_seconds if machine.work.signal is None else machine.work.signal
     passes = {"matmul_reduce_scatter": 0.5, "matmul_all_reduce": 1.5, "matmul_all_to_all": 1.0}  # a copy is 1
-    rest = passes.get(problem.operator, 0.0) * problem.result_bytes / copy_speed(machine)
+    rest = sums * passes.get(problem.operator, 0.0) * problem.result_bytes / copy_speed(machine)
     return signal + machine.work.skew + rest
 
 

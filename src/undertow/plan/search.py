@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import brought, climb, flash_overlap, fused, pipeline
-from .defaults import BESIDE_CTAS, default_plan, fused_plan, gather_forms
+from .defaults import BESIDE_CTAS, default_plan, fused_plan, gather_forms, scatter_forms
 from .matmuls import LIBRARY_TILE, matmul_seconds, tile_seconds, workers_of
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
@@ -122,6 +122,8 @@ def fused_plans(problem: Problem) -> list[Plan]:
     found = [first]
     if problem.operator == "all_gather_matmul":
         found += _gathers(problem)
+    elif problem.operator == "matmul_reduce_scatter":
+        found += scatter_forms(problem, "peer").values()
     elif fused.form(problem, first) in fused.OF_FEW_ROWS and first.tile is not None:
         found += [dataclasses.replace(first, **other) for other in _other_ways(problem, first)]
     return list({plan.digest: plan for plan in found}.values())

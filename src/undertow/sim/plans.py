@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..plan import chain, matmuls, predict
 from ..plan import fused as forms
-from ..plan import matmuls, predict
 from ..plan.machine import Machine
 from ..plan.plan import Plan
 from ..plan.problem import Problem
@@ -98,7 +98,7 @@ class _Call:
             if not gathers:
                 self._part(0, moves, 1, made)
             return
-        rest = predict.fused_rest_seconds(problem, machine)
+        rest = predict.fused_rest_seconds(problem, machine, sums=not chain.chained(problem, plan))
         self._compute("sums", rest, tuple(one for one in sent if one >= 0))
 
     def _part(self, number: int, moves: tuple[float, float], parts: int, after: int) -> int:

@@ -1,0 +1,102 @@
+"""The kernel whose sums go from rank to rank, compiled without a GPU: registers, what waits and what is ordered."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import triton
+from ptx import CompiledKernel
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from undertow.kernels.fused_chain import BLOCK_K, REGISTERS, STAGES, WARPS, fused_chain_kernel
+from undertow.plan import chain
+
+_compiled: dict[tuple[object, ...], CompiledKernel] = {}
+
+
+def compiled(transposed: bool = True, bias: bool = False, activation: int = 0) -> CompiledKernel:
+    """As the operator launches it on sm_90, the only kind of GPU that has its matmul."""
+    key = transposed, bias, activation
+    if key not in _compiled:
+        block_m, block_n = chain.TILE
+        shapes = {"a": [block_m, BLOCK_K], "b": [block_n, BLOCK_K] if transposed else [BLOCK_K, block_n]}
+        types: dict[str, str] = {
+            name: f"tensordesc<bf16{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
+            for name, shape in shapes.items()
+        }
+        types |= dict.fromkeys(("mine", "out", "bias"), "*bf16") | dict.fromkeys(("half", "deadline_ns"), "i64")
+        types |= dict.fromkeys(("table", "bases", "word_bases"), "*i64")
+        types |= dict.fromkeys(("words", "epochs", "abort", "error"), "*i32")
+        types |= dict.fromkeys(("tiles", "active", "inner", "n", "padded", "rank", "preceding", "following"), "i32")
+        constants: dict[str, Any] = {
+            "BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": BLOCK_K, "STAGES": STAGES, "TRANSPOSED": transposed,
+            "BIAS": bias, "ACTIVATION": activation,
+        }  # fmt: skip
+        names = fused_chain_kernel.arg_names
+        aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in ("mine", "out", "n")}
+        signature = {name: "constexpr" if name in constants else types[name] for name in names}
+        source = GluonASTSource(fused_chain_kernel, signature, constants, aligned)
+        options = {"num_warps": WARPS, "maxnreg": REGISTERS}
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        _compiled[key] = CompiledKernel(made.asm["ptx"], 90, made.metadata.shared)
+    return _compiled[key]
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("bias", "activation"), [(False, 0), (True, 2)])
+def test_nothing_is_spilled_and_nothing_waits_that_multiplies(transposed: bool, bias: bool, activation: int) -> None:
+    made = compiled(transposed, bias, activation)
+    assert made.spills == 0
+    assert not made.serialised
+    assert made.shared <= 227 << 10
+    loop = made.innermost_loop("HGMMA")
+    assert sum("HGMMA" in code for code in loop) == BLOCK_K // 16
+    assert any("DEPBAR.LE gsb0, 0x1" in code for code in loop)  # the next step is issued while one runs
+    assert not any(re.search(r"\b(LDG|STG|LD\.E|ST\.E|RED|ATOM)", code) for code in loop)
+
+
+def test_rows_are_moved_16_bytes_at_a_time() -> None:
+    ptx = compiled().ptx
+    assert re.findall(r"ld\.global\.v4\.b32", ptx)
+    assert set(re.findall(r"st\.global\.(\S+)", ptx)) == {"v4.b32", "b32"}  # and the epoch
+
+
+def passing(ptx: str) -> str:
+    """What passes tiles on: from its wait for the word to its release."""
+    return ptx[ptx.index("ld.acquire.sys.global") : ptx.index("st.release.sys.global")]
+
+
+def check_order(ptx: str) -> None:
+    """Every thread acquires for itself before it loads sums; a barrier of the two warps is between all their stores
+    and the one thread's release, and between their loads of the product and its hand-over."""
+    role = passing(ptx)
+    assert ptx.count("st.release.sys.global") == ptx.count("ld.acquire.sys.global") == 1
+    assert "ld.global.v4" not in ptx[: ptx.index("ld.acquire.sys.global")].split("// %bb")[-1]
+    last_store, last_barrier = role.rindex("st.global.v4"), role.rindex("bar.sync \t2, 64")
+    hand_over = role.rindex("mbarrier.arrive.shared")
+    assert role.index("ld.global.v4") > 0
+    assert last_store < last_barrier, "a release that does not cover the stores of the other warp"
+    assert role.rindex("ld.shared.v4") < last_barrier < hand_over, "a product is handed back while it is read"
+
+
+def test_a_word_covers_what_both_warps_stored() -> None:
+    check_order(compiled().ptx)
+
+
+def test_a_dropped_barrier_is_found() -> None:
+    ptx = compiled().ptx
+    role = passing(ptx)
+    at = ptx.index(role) + role.rindex("bar.sync \t2, 64")
+    with pytest.raises(AssertionError, match="release"):
+        check_order(ptx[:at] + ptx[at:].replace("bar.sync \t2, 64", "", 1))
+
+
+def test_a_product_is_complete_when_it_is_handed_over() -> None:
+    """All warps that multiply meet between their stores to shared memory and the arrival of one thread."""
+    ptx = compiled().ptx
+    stored = ptx.rindex("stmatrix.sync")
+    assert "bar.sync \t0, 256" in ptx[stored : ptx.index("mbarrier.arrive.shared", stored)]
