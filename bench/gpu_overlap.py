@@ -37,7 +37,6 @@ from undertow.fabric import timeline
 from undertow.fabric.environment import environment
 from undertow.ops import matmul_all_reduce, matmul_all_to_all, matmul_reduce_scatter
 from undertow.ops.finish import Finish
-from undertow.ops.program import planned
 from undertow.plan.defaults import default_plan
 from undertow.plan.machine import Machine
 from undertow.plan.metrics import overlap_efficiency, share_of_ideal
@@ -210,27 +209,21 @@ class Bench:
         """Seconds of the signaling matmul itself, by events around its launch: alone, and inside the whole call."""
         from undertow.ops.cuda_product import CudaTileProduct
 
-        fabric = self.group.fabric
-        numbers = None
-        if plan.program:
-            numbers = planned(problem, self.group, None, "auto", plan).tied.numbers[self.group.rank]
         buffer = x.new_empty(problem.m * problem.n)
-        product = CudaTileProduct(fabric, problem, plan, x, w, buffer, None, numbers)
+        product = CudaTileProduct(self.group.fabric, problem, plan, x, w, buffer, None)
 
         def alone() -> None:
             product.prepare()
             product.start()
 
-        found = {}
-        for name, one in (("alone", alone), ("inside", call)):
-            taken = []
-            for _ in range(self.rounds + 1):
+        taken: dict[str, list[float]] = {"alone": [], "inside": []}
+        for _ in range(self.rounds + 1):
+            for name, one in (("alone", alone), ("inside", call)):
                 with timeline.recording() as recorder:
                     self.timed(one)
                 spans = [event.duration_ns for event in recorder.timeline().events if event.name == "matmul"]
-                taken.append(self.group.reduce_max([max(spans) * 1e-9])[0])
-            found[name] = statistics.median(taken[1:])
-        return found
+                taken[name].append(self.group.reduce_max([max(spans) * 1e-9])[0])
+        return {name: statistics.median(found[1:]) for name, found in taken.items()}
 
 
 def moved(one: dict[str, Any]) -> float:

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import few_row_checks
 import late_rank
@@ -228,6 +229,23 @@ def captured_signaled_calls_replay(group: ut.Group) -> None:
 FUSED_SHAPES = ((512, 512, 128), (1160, 264, 72), (300, 272, 200), (16, 512, 256), (5, 1040, 64), (64, 256, 128))
 
 
+def chained(
+    group: ut.Group, shape: tuple[int, int, int], seed: int
+) -> tuple[str, Callable[..., torch.Tensor], torch.Tensor]:
+    """A reduce_scatter whose sums go from rank to rank, as `matmul_suite.prepared` has others."""
+    m, n, k = shape
+    xs = [sparse(m, k, 1000 + 10 * seed + one, 3, group.device) for one in range(group.size)]
+    ws = [sparse(n, k, 2000 + 10 * seed + one, 16, group.device).t() for one in range(group.size)]
+    whole = torch.stack([x.float() @ w.float() for x, w in zip(xs, ws, strict=True)]).sum(0)
+    want = torch.tensor_split(whole, group.size)[group.rank].to(torch.bfloat16)
+    plan = late_rank.scatter_plans(group, m, n, k)[1]
+
+    def call(out: torch.Tensor) -> torch.Tensor:
+        return ut.matmul_reduce_scatter(xs[group.rank], ws[group.rank], group=group, plan=plan, out=out)
+
+    return f"from rank to rank {shape} {seed}", call, want
+
+
 @check
 def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
     """2,000 fused calls, sizes and operators at random, a hundred under way before the host looks; others between.
@@ -245,7 +263,8 @@ def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
         seed = SEEDS[which % 2] + 210 * (number % 9)
         case = Case(operator, strategy, dtype, FUSED_SHAPES[which], seed)
         matmul_suite.verify(group, case)
-        made.append((case, *matmul_suite.prepared(group, case)))
+        made.append((str(case), *matmul_suite.prepared(group, case)))
+    made += [chained(group, shape, seed) for seed, shape in enumerate(((512, 520, 64), (1040, 776, 264)) * 4)]
     wrong = torch.zeros(len(made), dtype=torch.int64, device=group.device)
     for number in range(2000):
         which = chance.randrange(len(made))
@@ -254,7 +273,7 @@ def fused_calls_of_all_kinds_in_a_row(group: ut.Group) -> None:
         wrong[which] += (got != want).sum()
         if number % 100 == 99:
             settle(group)
-            found = {str(case): count for (case, *_), count in zip(made, wrong.tolist(), strict=True) if count}
+            found = {name: count for (name, *_), count in zip(made, wrong.tolist(), strict=True) if count}
             assert not found, f"rank {group.rank}, after {number + 1} calls, elements that are wrong: {found}"
 
 
@@ -365,15 +384,18 @@ def sums_go_from_rank_to_rank(group: ut.Group) -> None:
         want = whole[first : first + shards[rank]]
         bias = (torch.arange(n, device=device) % 5 - 2).to(torch.bfloat16)
         beside, plan = late_rank.scatter_plans(group, m, n, k, shards)
-        for turn in range(6):
+        # One, two, three and no calls of the other form between, whatever they may have in common.
+        for turn, form in enumerate("cbccbcccbbc"):
             w = ws[rank] if turn % 2 else ws[rank].contiguous()
-            chosen = beside if turn == 2 else plan
-            y = ut.matmul_reduce_scatter(xs[rank], w, rows=shards, group=group, plan=chosen)
-            assert torch.equal(y, want.to(y.dtype)), (shards, n, k, turn)
+            x = xs[rank] * (1 + turn % 3)  # what an earlier call left is wrong now
+            finish: dict[str, Any] = {"bias": bias, "activation": "relu"} if turn % 4 == 3 else {}
+            out = torch.full((shards[rank], n), float("nan"), dtype=torch.bfloat16, device=device)
             y = ut.matmul_reduce_scatter(
-                xs[rank], w, rows=shards, bias=bias, activation="relu", group=group, plan=chosen
+                x, w, rows=shards, group=group, plan=plan if form == "c" else beside, out=out, **finish
             )  # fmt: skip
-            assert torch.equal(y, torch.relu(want + bias.float()).to(y.dtype)), (shards, n, k, turn, "finished")
+            right = want * (1 + turn % 3)
+            right = torch.relu(right + bias.float()) if finish else right
+            assert torch.equal(y, right.to(y.dtype)), (shards, n, k, turn, form)
     x, shard, part = xs[rank].clone(), torch.empty(shards[rank], n, dtype=torch.bfloat16, device=device), want
 
     def scattered() -> None:

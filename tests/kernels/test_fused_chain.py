@@ -18,17 +18,19 @@ from undertow.plan import chain
 _compiled: dict[tuple[object, ...], CompiledKernel] = {}
 
 
-def compiled(transposed: bool = True, bias: bool = False, activation: int = 0) -> CompiledKernel:
+def compiled(
+    transposed: bool = True, bias: bool = False, activation: int = 0, kind: str = "bf16"
+) -> CompiledKernel:  # fmt: skip
     """As the operator launches it on sm_90, the only kind of GPU that has its matmul."""
-    key = transposed, bias, activation
+    key = transposed, bias, activation, kind
     if key not in _compiled:
         block_m, block_n = chain.TILE
         shapes = {"a": [block_m, BLOCK_K], "b": [block_n, BLOCK_K] if transposed else [BLOCK_K, block_n]}
         types: dict[str, str] = {
-            name: f"tensordesc<bf16{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
+            name: f"tensordesc<{kind}{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
             for name, shape in shapes.items()
         }
-        types |= dict.fromkeys(("mine", "out", "bias"), "*bf16") | dict.fromkeys(("half", "deadline_ns"), "i64")
+        types |= dict.fromkeys(("mine", "out", "bias"), f"*{kind}") | dict.fromkeys(("half", "deadline_ns"), "i64")
         types |= dict.fromkeys(("table", "bases", "word_bases"), "*i64")
         types |= dict.fromkeys(("words", "epochs", "abort", "error"), "*i32")
         types |= dict.fromkeys(("tiles", "active", "inner", "n", "padded", "rank", "preceding", "following"), "i32")
@@ -46,10 +48,12 @@ def compiled(transposed: bool = True, bias: bool = False, activation: int = 0) -
     return _compiled[key]
 
 
-@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize(("transposed", "kind"), [(True, "bf16"), (False, "bf16"), (True, "fp16")])
 @pytest.mark.parametrize(("bias", "activation"), [(False, 0), (True, 2)])
-def test_nothing_is_spilled_and_nothing_waits_that_multiplies(transposed: bool, bias: bool, activation: int) -> None:
-    made = compiled(transposed, bias, activation)
+def test_nothing_is_spilled_and_nothing_waits_that_multiplies(
+    transposed: bool, kind: str, bias: bool, activation: int
+) -> None:
+    made = compiled(transposed, bias, activation, kind)
     assert made.spills == 0
     assert not made.serialised
     assert made.shared <= 227 << 10
@@ -93,6 +97,25 @@ def test_a_dropped_barrier_is_found() -> None:
     at = ptx.index(role) + role.rindex("bar.sync \t2, 64")
     with pytest.raises(AssertionError, match="release"):
         check_order(ptx[:at] + ptx[at:].replace("bar.sync \t2, 64", "", 1))
+
+
+def check_stages(ptx: str) -> None:
+    """Both groups of warps that multiply meet between their wait for a step and the arrival that frees its stage."""
+    waits = [found.end() for found in re.finditer(r"wgmma\.wait_group\.sync\.aligned", ptx)]
+    assert len(waits) == 2
+    for wait in waits:
+        assert "bar.sync \t0, 256" in ptx[wait : ptx.index("mbarrier.arrive.shared", wait)], (
+            "a stage is freed too early"
+        )
+
+
+def test_a_stage_is_freed_when_all_have_read_it() -> None:
+    ptx = compiled().ptx
+    check_stages(ptx)
+    for wait in [found.end() for found in re.finditer(r"wgmma\.wait_group\.sync\.aligned", ptx)]:
+        until = ptx.index("mbarrier.arrive.shared", wait)
+        with pytest.raises(AssertionError, match="too early"):
+            check_stages(ptx[:wait] + ptx[wait:until].replace("bar.sync \t0, 256", "") + ptx[until:])
 
 
 def test_a_product_is_complete_when_it_is_handed_over() -> None:

@@ -24,10 +24,13 @@ def test_only_a_gpu_with_tma_has_rows_brought_by_other_ctas() -> None:
     for other in (
         replace(asked, bulk=False),
         problem("all_gather_matmul", device="cpu"),
-        problem("matmul_reduce_scatter"),
+        problem("matmul_all_reduce"),
     ):
-        with pytest.raises(InvalidArgument, match=r"plan\.(order|share)"):
+        with pytest.raises(InvalidArgument, match=r"plan\.order"):
             replace(fused_plan(other, "peer"), order="rotated").check(other)
+    other = problem("matmul_reduce_scatter")  # whose order means something else
+    with pytest.raises(InvalidArgument, match=r"plan\.share"):
+        replace(fused_plan(other, "peer"), order="rotated").check(other)
 
 
 @pytest.mark.parametrize(("m", "ranks", "usual"), [
@@ -118,7 +121,10 @@ def test_how_rows_are_brought_is_told() -> None:
         "rows pulled by 8 of 32 CTAs before they multiply",
         "rows pushed by 32 of 32 CTAs before they multiply",
     } <= said
-    assert brought.way("matmul_reduce_scatter", fused_plan(problem("matmul_reduce_scatter"), "peer")) == ""
+    scatters = problem("matmul_reduce_scatter", m=8192, n=8192)
+    said = {brought.way(scatters.operator, plan) for plan in fused_plans(scatters)}
+    assert said == {"sums made by 1 of 33 CTAs", "sums go from rank to rank"}
+    assert brought.way("matmul_all_reduce", fused_plan(problem("matmul_all_reduce"), "peer")) == ""
     assert brought.way(many.operator, default_plan(many, "serial", "peer")) == ""
     on_cpu = problem("all_gather_matmul", device="cpu")
     assert brought.way(many.operator, fused_plan(on_cpu, "peer")) == ""

@@ -106,13 +106,16 @@ def test_what_is_waited_for_stands_one_ranks_tiles_earlier() -> None:
 
 def test_which_problems_have_such_plans() -> None:
     forms = scatter_forms(problem_of(8192), "peer")
-    assert set(forms) == {"beside", "chain", "chain, 4 bands"}
+    assert set(forms) == {"beside", "chain"}
     assert forms["chain"].share == Share(32)  # one SM stays free where all CTAs wait
     assert fused_plan(problem_of(8192), "peer") == forms["beside"]
     assert all(plan in fused_plans(problem_of(8192)) for plan in forms.values())
-    assert set(scatter_forms(problem_of(512), "peer")) == {"beside"}  # a shard of one wave
+    assert set(scatter_forms(problem_of(2048), "peer")) == {"beside", "chain"}
+    assert set(scatter_forms(problem_of(1024), "peer")) == {"beside"}  # shards of two waves
     assert set(scatter_forms(problem_of(8192, bulk=False), "peer")) == {"beside"}
     assert set(scatter_forms(problem_of(8192, ranks=1), "peer")) == {"beside"}
+    assert set(scatter_forms(problem_of(8192, dtype="float16"), "peer")) == {"beside"}  # sums on their way may overflow
+    assert set(scatter_forms(problem_of(16384, ranks=8), "peer")) == {"beside"}  # rounded on seven ways
 
 
 def test_plans_of_other_problems_are_refused() -> None:

@@ -16,9 +16,9 @@ The warps of a CTA have three roles, which meet in barriers of shared memory:
                 others' tiles: slots[tile] of the next rank = slots[tile] + product; words[tile, r] there = epoch
                 own tiles:     out = finish(slots[tile] + product)
 
-So who multiplies never waits for another rank, nor for a sum: a tile takes as long to pass on as it takes, beside the
-next one's product. Additions are made in fp32, in the order of the chain; products, and what travels, are rounded. The
-order never changes, so neither do the results.
+So who multiplies is up to one tile ahead of the sums: a tile has the next one's time to be passed on. Additions are
+made in fp32, in the order of the chain; products, and what travels, are rounded. The order never changes, so neither do
+the results.
 
 The table is the plan's (`plan/chain.py`): row, rows, column, columns of the product; row in the owner's shard; line,
 the tile's number among all; owner; whether there is a sum to wait for.
@@ -27,14 +27,14 @@ Nobody waits for ever: a tile waits for the same tile of the rank before, which 
 one's table, and CTAs go through their tables in order.
 
 Slots are used in turn by two calls. A rank that is in call n + 2 has seen the end of call n + 1, for which every rank
-had to begin that call: nobody still reads the slots of call n. (Every rank must own a tile for that.) A word has one
-writer, whatever kinds of scatters take their turns, so none is taken for another rank's.
+had to begin that call: nobody still reads the slots of call n. (Every rank must own a tile for that.)
 
-Memory ordering. What multiplies, and what passes on, hand the product over and back by barriers in shared memory, each
-arrived at behind a barrier of the role's own warps. A tile's word is released at system scope by one thread, behind a
-barrier of the two warps that follows all their stores. The next rank's two warps acquire it at system scope, each
-thread for itself, before they load the slot with ordinary loads. After a wait that failed the CTA tells nobody. Epochs
-are this rank's own: one for each CTA, read and advanced by it alone.
+Memory ordering. Stages of factors, and the product, are handed over and back by barriers in shared memory, each
+arrived at by one thread behind a barrier of its role's own warps. What comes by bulk copies is read by wgmma alone. A
+tile's word is released at system scope by one thread, behind a barrier of the two warps that follows all their stores.
+The next rank's two warps acquire it at system scope, each thread for itself, before they load the slot with ordinary
+loads. After a wait that failed the CTA tells nobody. Epochs are this rank's own: one for each CTA, read and advanced by
+it alone.
 """
 
 # mypy: ignore-errors
@@ -163,12 +163,14 @@ def _multiply(
                 weights = weights.permute((1, 0))
             begun = warpgroup_mma(a_blocks.index(stage), weights, running, is_async=True)
             running = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
+            gl.thread_barrier()  # of this role: both of its groups of four warps have read the stage before
             before = gl.where(stage == 0, STAGES - 1, stage - 1)
             mbarrier.arrive(free.index(before), count=1, pred=step > 0)  # the step before has read its stage
             stage += 1
             phase = gl.where(stage == STAGES, phase ^ 1, phase)
             stage = gl.where(stage == STAGES, 0, stage)
         total = warpgroup_mma_wait(num_outstanding=0, deps=(running,))
+        gl.thread_barrier()
         mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
         mbarrier.wait(taken, turn)
         whole.store(total.to(product.dtype))
@@ -238,8 +240,8 @@ def _pass_on(
 
 
 _FREE = [
-    *("bias", "table", "bases", "word_bases", "words", "epochs", "tiles", "active", "inner", "padded", "half", "rank"),
-    *("preceding", "following", "abort", "error", "deadline_ns"),
+    *("bias", "table", "bases", "word_bases", "words", "epochs", "tiles", "active", "inner", "padded"),
+    *("half", "rank", "preceding", "following", "abort", "error", "deadline_ns"),
 ]
 
 

@@ -147,12 +147,16 @@ def _scatter(
 def _chain(
     x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
 ) -> tuple[Stage, Launch]:
-    """Sums that go from rank to rank. It takes turns with the other scatters on one stage: all of them need every
-    rank. Its products are Hopper's own (wgmma)."""
+    """Sums that go from rank to rank, on a stage of their own: other scatters count more on theirs than calls. Its
+    products are Hopper's own (wgmma)."""
     if torch.cuda.get_device_capability(fabric.device)[0] != _HOPPER:
         reason = "sums go from rank to rank in a kernel for GPUs of sm_90 alone"
         raise StrategyUnavailable(strategy=plan.name, reason=reason, possible="another fused plan, serial")
-    from ..kernels.fused_chain import BLOCK_K, REGISTERS, STAGES, WARPS, blocks, fused_chain_kernel
+    try:
+        from ..kernels.fused_chain import BLOCK_K, REGISTERS, STAGES, WARPS, blocks, fused_chain_kernel
+    except ImportError as error:  # an experimental part of Triton, whose names move
+        reason = f"this Triton has another Gluon ({error})"
+        raise StrategyUnavailable(strategy=plan.name, reason=reason, possible="another fused plan, serial") from error
 
     assert plan.tile is not None
     block_m, block_n = tile = plan.tile
@@ -160,24 +164,27 @@ def _chain(
     shards = problem.shards
     padded = fused.padded_rows(shards, plan)
     lines = sum(-(-rows // block_m) for rows in shards) * -(-n // block_n)
-    stage = stage_of(fabric, ("scatter", x.dtype), fused.stage_elements(problem, plan), 2 * lines, x.dtype)
+    stage = stage_of(fabric, ("chain", x.dtype), fused.stage_elements(problem, plan), lines, x.dtype)
     key = ("fused chain", shards, n, plan.digest, rank)
     table = device_table(fabric, key, lambda: chain.table(shards, n, plan, rank))
     both = factors(x, w, fabric.bulk_copies)
-    bias, ends = finishing(finish, y)
+    out = y if y.data_ptr() % 16 == 0 else torch.empty_like(y)  # stores to the next rank are as wide as those to it
+    bias, ends = finishing(finish, out)
 
     def launch(epochs: torch.Tensor, working: int) -> None:
         kernel: Any = fused_chain_kernel
         kernel[(fabric.multiprocessors,)](
-            *blocks(both.a, both.b, both.transposed, tile), stage.data.local, y, bias, table, stage.bases,
-            stage.word_bases, stage.words.local, epochs, len(table), working, both.inner, n, padded, stage.half, rank,
-            (rank - 1) % size, (rank + 1) % size, *watch(fabric),
+            *blocks(both.a, both.b, both.transposed, tile), stage.data.local, out, bias, table, stage.bases,
+            stage.word_bases, stage.words.local, epochs, len(table), working, both.inner, n, padded,
+            stage.half, rank, (rank - 1) % size, (rank + 1) % size, *watch(fabric),
             BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=BLOCK_K, STAGES=STAGES, TRANSPOSED=both.transposed, **ends,
             num_warps=WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
+        if out is not y and working:
+            y.copy_(out)
 
     common = "chain", plan.tile, x.dtype, *ends.values()
-    load(fabric, stage, common, (both.transposed, n % 16, y.data_ptr() % 16), launch)
+    load(fabric, stage, common, (both.transposed, n % 16), launch)
     return stage, launch
 
 

@@ -12,9 +12,10 @@ K_r may differ between ranks, and may be zero. `serial` multiplies, then reduces
     compute         | x w, parcel after parcel ................ |
     communication          | sum 0 | sum 1 | sum 2 | ...        | sum last |
 
-A parcel is reduced by its ranks in equal parts (each sums one part and hands the sum to all), or by the backend's own
-collective on lane `net`. `fused`: whole bands of tiles belong to ranks; a finished tile goes straight into its owner's
-memory, and the owner's sum to all. Few rows are a case of their own: every rank's product goes to all, and all sum.
+A parcel is reduced by its ranks in equal parts (each sums one part and hands the sum to all), by both of two CPU ranks
+as a whole (`Problem.both_sum`), or by the backend's own collective on lane `net`. `fused`: whole bands of tiles belong
+to ranks; a finished tile goes straight into its owner's memory, and the owner's sum to all. Few rows are a case of
+their own: every rank's product goes to all, and all sum.
 """
 
 from __future__ import annotations
@@ -166,13 +167,17 @@ def run(
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"
     buffer = y.new_empty(y.numel()) if packed else y.view(-1)
+    # The backend sums in an order of its own, and may change it with the size of a call.
+    whole = isinstance(lane, NetLane) and not plan.deterministic
+    both = problem.both_sum and not whole and compute  # without a product, what moves is summed where it is
+    made = buffer  # by this rank's matmul
+    if both:  # apart: the other rank takes it while its sum is made here
+        made = fabric.workspace("products", max(1, y.nbytes)).as_type(y.dtype).local[: y.numel()]
     if plan.grain == "signaled":
         parcels = [one[0] for one in reorder.pieces(problem.grid(plan), plan)]
     else:
         parcels = [(first * problem.n, rows * problem.n) for ((first, rows),) in chunks(problem.shards, plan)]
-    # The backend sums in an order of its own, and may change it with the size of a call.
-    whole = isinstance(lane, NetLane) and not plan.deterministic
-    longest = 0 if whole else max((-(-count // size) for _, count in parcels), default=0)
+    longest = 0 if whole else max((count if both else -(-count // size) for _, count in parcels), default=0)
     carrier = Carrier(fabric, lane, y, longest)
     # Where an element's column is known before everything has arrived, and nothing needs whole rows.
     finishes_parts = not whole and not packed and finish.after is None
@@ -188,7 +193,7 @@ def run(
             if count:
                 lane.all_reduce(buffer[offset : offset + count])
             return
-        carrier.give(parcel, parts(parcel))
+        carrier.give(parcel, [made[offset : offset + count]] * size if both else parts(parcel))
 
     def combine(parcel: int) -> None:
         """My part of the parcel: summed here, and handed to all."""
@@ -198,13 +203,22 @@ def run(
         carrier.reduce(parcel, mine, lambda found: finish.sum(mine, found, offset + start, finishes_parts))
         carrier.share(parcel, mine)
 
+    def combine_all(parcel: int) -> None:
+        """All of the parcel, as the other rank does."""
+        offset, count = parcels[parcel]
+        into = buffer[offset : offset + count]
+        carrier.reduce(
+            parcel, made[offset : offset + count], lambda found: finish.sum(into, found, offset, finishes_parts)
+        )
+
     def collect(parcel: int) -> None:
         carrier.receive(parcel, parts(parcel), shared=True)
 
     if not whole:
         finish.load(y, size, finishes_parts)
-    product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
-    overlap(fabric, lane, plan, product, carry, () if whole else (combine, collect), len(parcels), beside)
+    product = product_of(fabric, problem, plan, x, w, made, None) if compute else NoProduct()
+    followers = () if whole else (combine_all,) if both else (combine, collect)
+    overlap(fabric, lane, plan, product, carry, followers, len(parcels), beside)
     if packed:
         key = ("unpack", problem.key, plan.digest)
         finish.unpack(y, buffer, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan)), plan.tile)

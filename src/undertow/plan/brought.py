@@ -98,8 +98,10 @@ def table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
 
 
 def way(operator: str, plan: Plan) -> str:
-    """How a fused plan for a GPU has rows brought, for people; "" where none are."""
+    """How a fused plan for a GPU has rows brought or sums made, for people; "" where there is only one way."""
     bringing, every = plan.share.communication_ctas, plan.share.multiprocessors
+    if plan.grain == "fused" and operator == "matmul_reduce_scatter" and every is not None:
+        return "sums go from rank to rank" if plan.order == "rotated" else f"sums made by {bringing} of {every} CTAs"
     if plan.grain != "fused" or operator != "all_gather_matmul" or bringing is None or every is None:
         return ""
     how = "pulled" if plan.pull else "pushed"

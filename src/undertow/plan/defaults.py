@@ -95,11 +95,10 @@ def gather_forms(problem: Problem, lane: str) -> dict[str, Plan]:
 
 def scatter_forms(problem: Problem, lane: str) -> dict[str, Plan]:
     """The forms of a reduce_scatter on a GPU that are worth trying: sums made beside the products (`beside.py`), or
-    passed from rank to rank (`chain.py`), where all CTAs wait, so that one SM stays free; by two walks through tiles,
-    as what is in the cache decides.
+    passed from rank to rank (`chain.py`), where all CTAs wait, so that one SM stays free.
 
-    On an H200, four ranks, M 8192: of K 2048 and 3072 a rank the chain took 1373 and 3057 us, sums beside 1475 and
-    3160, of 7168 and 12288 it took 3 to 5 % longer.
+    On an H200, four ranks, M 8192: of K 2048 and 3072 a rank the chain took 1387 and 3124 us, sums beside 1488 and
+    3129, of 7168 and 12288 it took 1 to 4 % longer.
     """
     beside = _fused(problem, lane)
     found = {"beside": beside}
@@ -107,7 +106,6 @@ def scatter_forms(problem: Problem, lane: str) -> dict[str, Plan]:
     scatters = problem.operator == "matmul_reduce_scatter" and problem.bulk and beside.tile == chain.TILE
     if scatters and problem.ranks > 1 and chain.worthwhile(problem, beside, active):
         found["chain"] = replace(beside, order="rotated", share=Share(active))
-        found["chain, 4 bands"] = replace(found["chain"], group_bands=4)
     return found
 
 

@@ -297,7 +297,7 @@ class Plan:
                 "false unless rows are gathered by ranks that share one GPU",
                 not self.pull or (gathers and problem.together),
             ),
-            # What no fused kernel reads must not seem to be chosen. Sums are in rank order, `deterministic` or not.
+            # What no fused kernel reads must not seem to be chosen.
             (
                 "order",
                 self.order,
