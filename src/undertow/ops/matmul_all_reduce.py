@@ -169,7 +169,7 @@ def run(
     buffer = y.new_empty(y.numel()) if packed else y.view(-1)
     # The backend sums in an order of its own, and may change it with the size of a call.
     whole = isinstance(lane, NetLane) and not plan.deterministic
-    both = problem.both_sum and not whole and compute  # without a product, what moves is summed where it is
+    both = problem.both_sum and plan.grain != "serial" and not whole and compute
     made = buffer  # by this rank's matmul
     if both:  # apart: the other rank takes it while its sum is made here
         made = fabric.workspace("products", max(1, y.nbytes)).as_type(y.dtype).local[: y.numel()]
