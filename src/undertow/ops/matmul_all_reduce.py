@@ -12,10 +12,10 @@ K_r may differ between ranks, and may be zero. `serial` multiplies, then reduces
     compute         | x w, parcel after parcel ................ |
     communication          | sum 0 | sum 1 | sum 2 | ...        | sum last |
 
-A parcel is reduced by its ranks in equal parts (each sums one part and hands the sum to all), by both of two CPU ranks
-as a whole (`Problem.both_sum`), or by the backend's own collective on lane `net`. `fused`: whole bands of tiles belong
-to ranks; a finished tile goes straight into its owner's memory, and the owner's sum to all. Few rows are a case of
-their own: every rank's product goes to all, and all sum.
+A parcel is reduced by its ranks in equal parts (each sums one part and hands the sum to all), if signaled by both of
+two CPU ranks as a whole (`Problem.both_sum`), or else by the backend's own collective on lane `net`. `fused`: whole
+bands of tiles belong to ranks; a finished tile goes straight into its owner's memory, and the owner's sum to all. Few
+rows are a case of their own: every rank's product goes to all, and all sum.
 """
 
 from __future__ import annotations
@@ -167,9 +167,9 @@ def run(
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"
     buffer = y.new_empty(y.numel()) if packed else y.view(-1)
+    both = problem.both_sum and plan.grain == "signaled" and compute
     # The backend sums in an order of its own, and may change it with the size of a call.
-    whole = isinstance(lane, NetLane) and not plan.deterministic
-    both = problem.both_sum and plan.grain != "serial" and not whole and compute
+    whole = isinstance(lane, NetLane) and not plan.deterministic and not both
     made = buffer  # by this rank's matmul
     if both:  # apart: the other rank takes it while its sum is made here
         made = fabric.workspace("products", max(1, y.nbytes)).as_type(y.dtype).local[: y.numel()]

@@ -116,9 +116,9 @@ class Problem:
 
     @property
     def both_sum(self) -> bool:
-        """Whether both of two ranks sum all of an all_reduce that overlaps: as many bytes cross the link as if each
-        summed a half and sent the sum back, but once, and nothing waits for a sum. Where nothing overlaps it gains
-        nothing. Of CPUs: a GPU's copy engines are modelled with two ways (`staged.py`).
+        """Whether both of two ranks sum all of a signaled all_reduce: as many bytes cross the link as if each summed a
+        half and sent the sum back, but once, and nothing waits for a sum. Of few and large parts it gains nothing. Of
+        CPUs: a GPU's copy engines are modelled with two ways (`staged.py`).
         """
         return self.operator == "matmul_all_reduce" and self.ranks == 2 and self.device == "cpu"
 
