@@ -21,7 +21,7 @@ rows are a case of their own: every rank's product goes to all, and all sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric, Lane
 
 OPERATOR = "matmul_all_reduce"
+_PRODUCTS = object()  # name of what is kept with a fabric
 
 
 def reference(x_shards_k: Sequence[torch.Tensor], w_shards_k: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -138,6 +139,16 @@ def call(
     return y
 
 
+def _kept(fabric: Fabric, like: torch.Tensor) -> torch.Tensor:
+    """As many elements as `like` has, of memory that later calls use again: new pages cost as much as a sum."""
+    held = cast("torch.Tensor | None", fabric.kept.get(id(_PRODUCTS)))
+    if held is None or held.numel() < like.nbytes:
+        with torch.inference_mode(False):  # later calls, in no such mode, write to it, too
+            held = torch.empty(like.nbytes, dtype=torch.uint8)
+        fabric.kept[id(_PRODUCTS)] = held
+    return held[: like.nbytes].view(like.dtype)
+
+
 def run(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -172,7 +183,7 @@ def run(
     whole = isinstance(lane, NetLane) and not plan.deterministic and not both
     made = buffer  # by this rank's matmul
     if both:  # apart: the other rank takes it while its sum is made here
-        made = fabric.workspace("products", max(1, y.nbytes)).as_type(y.dtype).local[: y.numel()]
+        made = _kept(fabric, y)
     if plan.grain == "signaled":
         parcels = [one[0] for one in reorder.pieces(problem.grid(plan), plan)]
     else:
