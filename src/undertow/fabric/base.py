@@ -153,6 +153,13 @@ class Lane(ABC):
     def flush(self) -> None:  # noqa: B027 - nothing to do where `send` completes in order
         """After this, in the caller's order, sources of earlier sends may be overwritten."""
 
+    def mark(self) -> Callable[[], None]:
+        """What waits until sources of the sends so far may be overwritten, whoever calls it, and not for later ones.
+
+        Called by who sends. A send that failed is told by `flush`, as ever.
+        """
+        return self.flush
+
     def close(self) -> None:  # noqa: B027 - most lanes own nothing
         """Stop threads, free staging memory."""
 

@@ -100,11 +100,19 @@ class _Engine:
         self._thread = threading.Thread(target=self._work, name="undertow-dma", daemon=True)
         self._thread.start()
 
-    def flush(self) -> None:
+    def mark(self) -> Callable[[], None]:
+        """What waits until the jobs so far are done, or given up."""
         done = threading.Event()
         self.jobs.put(done)
-        while not done.wait(0.05):  # in slices, so that Ctrl-C arrives
-            pass
+
+        def wait() -> None:
+            while not done.wait(0.05):  # in slices, so that Ctrl-C arrives
+                pass
+
+        return wait
+
+    def flush(self) -> None:
+        self.mark()()
         if self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -169,6 +177,15 @@ class DmaLane(Lane):
     def flush(self) -> None:
         self._sending.flush()
         self._sharing.flush()
+
+    def mark(self) -> Callable[[], None]:
+        sending, sharing = self._sending.mark(), self._sharing.mark()
+
+        def wait() -> None:
+            sending()
+            sharing()
+
+        return wait
 
     def close(self) -> None:
         self._sending.close()

@@ -116,6 +116,15 @@ class NetLane(Lane):
         for work, _ in pending:
             self._finish(work, "send")
 
+    def mark(self) -> Callable[[], None]:
+        pending, self._pending = self._pending, []
+
+        def wait() -> None:
+            for work, _ in pending:
+                self._finish(work, "send")
+
+        return wait
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum `tensor` over the group, in place, by the backend's own collective."""
         with timeline.event("all_reduce", engine=self.name, bytes=tensor.nbytes):

@@ -20,8 +20,8 @@ rows are a case of their own: every rank's product goes to all, and all sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric, Lane
 
 OPERATOR = "matmul_all_reduce"
-_PRODUCTS = object()  # name of what is kept with a fabric
 
 
 def reference(x_shards_k: Sequence[torch.Tensor], w_shards_k: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -139,16 +138,6 @@ def call(
     return y
 
 
-def _kept(fabric: Fabric, like: torch.Tensor) -> torch.Tensor:
-    """As many elements as `like` has, of memory that later calls use again: new pages cost as much as a sum."""
-    held = cast("torch.Tensor | None", fabric.kept.get(id(_PRODUCTS)))
-    if held is None or held.numel() < like.nbytes:
-        with torch.inference_mode(False):  # later calls, in no such mode, write to it, too
-            held = torch.empty(like.nbytes, dtype=torch.uint8)
-        fabric.kept[id(_PRODUCTS)] = held
-    return held[: like.nbytes].view(like.dtype)
-
-
 def run(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -178,18 +167,16 @@ def run(
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"
     buffer = y.new_empty(y.numel()) if packed else y.view(-1)
-    both = problem.both_sum and plan.grain == "signaled" and compute
+    both = problem.both_sum and plan.grain == "signaled"
     # The backend sums in an order of its own, and may change it with the size of a call.
     whole = isinstance(lane, NetLane) and not plan.deterministic and not both
-    made = buffer  # by this rank's matmul
-    if both:  # apart: the other rank takes it while its sum is made here
-        made = _kept(fabric, y)
     if plan.grain == "signaled":
         parcels = [one[0] for one in reorder.pieces(problem.grid(plan), plan)]
     else:
         parcels = [(first * problem.n, rows * problem.n) for ((first, rows),) in chunks(problem.shards, plan)]
     longest = 0 if whole else max((count if both else -(-count // size) for _, count in parcels), default=0)
     carrier = Carrier(fabric, lane, y, longest)
+    sent: dict[int, Callable[[], None]] = {}
     # Where an element's column is known before everything has arrived, and nothing needs whole rows.
     finishes_parts = not whole and not packed and finish.after is None
 
@@ -204,7 +191,11 @@ def run(
             if count:
                 lane.all_reduce(buffer[offset : offset + count])
             return
-        carrier.give(parcel, [made[offset : offset + count]] * size if both else parts(parcel))
+        if both:
+            carrier.give(parcel, [buffer[offset : offset + count]] * size)
+            sent[parcel] = lane.mark()
+        else:
+            carrier.give(parcel, parts(parcel))
 
     def combine(parcel: int) -> None:
         """My part of the parcel: summed here, and handed to all."""
@@ -215,19 +206,22 @@ def run(
         carrier.share(parcel, mine)
 
     def combine_all(parcel: int) -> None:
-        """All of the parcel, as the other rank does."""
+        """All of the parcel, as the other rank does, in place of what was sent there."""
         offset, count = parcels[parcel]
-        into = buffer[offset : offset + count]
-        carrier.reduce(
-            parcel, made[offset : offset + count], lambda found: finish.sum(into, found, offset, finishes_parts)
-        )
+        mine = buffer[offset : offset + count]
+
+        def total(found: list[torch.Tensor]) -> None:
+            sent[parcel]()
+            finish.sum(mine, found, offset, finishes_parts)
+
+        carrier.reduce(parcel, mine, total)
 
     def collect(parcel: int) -> None:
         carrier.receive(parcel, parts(parcel), shared=True)
 
     if not whole:
         finish.load(y, size, finishes_parts)
-    product = product_of(fabric, problem, plan, x, w, made, None) if compute else NoProduct()
+    product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
     followers = () if whole else (combine_all,) if both else (combine, collect)
     overlap(fabric, lane, plan, product, carry, followers, len(parcels), beside)
     if packed:
