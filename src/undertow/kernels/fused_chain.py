@@ -54,6 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .combine import activated
+from .signals import RELEASE_EACH
 
 WARPS = 8  # that multiply
 REGISTERS = 168  # of a thread, on average: what 12 warps can have
@@ -98,13 +99,6 @@ STOP:
     mov.b32 status, 1;
 END:
     mov.b32 $0, status;
-}""")
-
-_RELEASE = gl.constexpr("""{
-    .reg .pred wanted;
-    setp.ne.s32 wanted, $3, 0;
-    @wanted st.release.sys.global.b32 [$1], $2;
-    mov.b32 $0, 0;
 }""")
 
 
@@ -235,7 +229,7 @@ def _pass_on(
         mbarrier.arrive(taken, count=1)
         tells = (lanes == 0) & (owner != rank) & (broken == 0)
         told = [next_words + (line * _LINE + rank + lanes * 0), epoch + lanes * 0, tells.to(gl.int32)]
-        gl.inline_asm_elementwise(_RELEASE, "=r,l,r,r", told, dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(RELEASE_EACH, "=r,l,r,r", told, dtype=gl.int32, is_pure=False, pack=1)
         turn ^= 1
 
 

@@ -140,7 +140,7 @@ _RELEASE_64 = tl.constexpr(_STORE.value.replace("SEMANTICS", "release").replace(
 _RELAXED_32 = tl.constexpr(_STORE.value.replace("SEMANTICS", "relaxed").replace("BITS", "b32"))
 
 # One element a thread: each with `$3` set stores to its own word.
-_RELEASE_EACH = tl.constexpr("""{
+RELEASE_EACH = tl.constexpr("""{
     .reg .pred wanted;
     setp.ne.s32 wanted, $3, 0;
     @wanted st.release.sys.global.b32 [$1], $2;
@@ -181,7 +181,7 @@ def signal_set_each(pointers, value, wanted):
     """`signal_set` for each lane that is `wanted`, by a thread of its own: as many lanes as the CTA has threads."""
     tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
     arguments = [pointers, value, wanted.to(tl.int32)]
-    tl.inline_asm_elementwise(_RELEASE_EACH, "=r,l,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
+    tl.inline_asm_elementwise(RELEASE_EACH, "=r,l,r,r", arguments, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
