@@ -9,7 +9,7 @@ from test_fused_plan import MACHINE, SHARDS, plan_of, problem
 
 from undertow.errors import InvalidArgument
 from undertow.plan import brought, fused
-from undertow.plan.defaults import default_plan, fused_plan
+from undertow.plan.defaults import fused_plan
 from undertow.plan.plan import Plan, Share
 from undertow.plan.predict import predict
 from undertow.plan.search import fused_plans, ranked
@@ -109,25 +109,6 @@ def test_the_parts_of_the_last_tiles_find_a_cta_each(tiles: int, workers: int) -
         assert parts == 8 or 2 * parts * last > workers
     for other in brought.SPLITS:  # a rank with other columns
         assert brought.last_tiles(tiles, workers, replace(plan, split=other)) * other <= workers
-
-
-def test_how_rows_are_brought_is_told() -> None:
-    many, few = (problem("all_gather_matmul", m=m, n=2560, together=True) for m in (8192, 512))
-    said = {brought.way(many.operator, plan) for plan in (*fused_plans(many), *fused_plans(few))}
-    assert {
-        "rows pulled, brought by 1 of 33 CTAs while the others multiply own ones",
-        "rows pulled, brought by all 32 CTAs before they multiply",
-        "rows pulled, brought by all 32 CTAs before they multiply, K of the last tiles in 4 parts",
-        "rows pulled by 8 of 32 CTAs before they multiply",
-        "rows pushed by 32 of 32 CTAs before they multiply",
-    } <= said
-    scatters = problem("matmul_reduce_scatter", m=8192, n=8192)
-    said = {brought.way(scatters.operator, plan) for plan in fused_plans(scatters)}
-    assert said == {"sums made by 1 of 33 CTAs", "sums go from rank to rank"}
-    assert brought.way("matmul_all_reduce", fused_plan(problem("matmul_all_reduce"), "peer")) == ""
-    assert brought.way(many.operator, default_plan(many, "serial", "peer")) == ""
-    on_cpu = problem("all_gather_matmul", device="cpu")
-    assert brought.way(many.operator, fused_plan(on_cpu, "peer")) == ""
 
 
 @pytest.mark.parametrize("shards", [one for one in SHARDS if min(one) > 0])

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..plan import brought
+from ..plan import ways
 from ..plan.metrics import overlap_efficiency, share_of_ideal
 from ..plan.plan import EMBEDDING, Plan
 
@@ -36,7 +36,7 @@ KEPT = 256
 class Candidate:
     """A plan that was considered: seconds predicted and measured (the median), None where nobody asked.
 
-    `way`: which of several that have the same name, where it is known (`plan.brought.way`).
+    `way`: which of several that have the same name, where it is known (`plan.ways`).
     """
 
     name: str
@@ -109,10 +109,10 @@ class Explanation:
 
     @property
     def way(self) -> str:
-        """How the plan has rows brought, or which program moves its parcels, where its name leaves that open."""
+        """How rows are brought or sums made, or which program moves the parcels, where the name leaves that open."""
         if self.plan.program:
             return f"moved by program {self.plan.program}"
-        return brought.way(self.operator, self.plan)
+        return ways.way(self.operator, self.plan)
 
     @property
     def reason(self) -> str:

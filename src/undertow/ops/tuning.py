@@ -25,7 +25,7 @@ import torch
 
 from .. import __version__
 from ..errors import AllocationFailed, InvalidArgument, MismatchedCall, StrategyUnavailable
-from ..plan import brought, cache, tuner
+from ..plan import cache, tuner, ways
 from ..plan.defaults import default_plan
 from ..plan.fused import stage_bytes
 from ..plan.matmuls import matmul_seconds
@@ -301,7 +301,7 @@ def _candidate(problem: Problem, trial: Trial, chosen: bool) -> Candidate:
     predicted, measured = (
         None if one is None or not math.isfinite(one) else one for one in (trial.predicted, trial.median)
     )
-    way = brought.way(problem.operator, trial.plan)
+    way = ways.way(problem.operator, trial.plan)
     return Candidate(trial.plan.name, len(trial.plan.parcels), predicted, measured, chosen, way)
 
 

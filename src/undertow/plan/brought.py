@@ -95,19 +95,3 @@ def table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
     walks = [walked(which, plan, grid.columns) for which in (arrival[:own], arrival[own:])]
     bands, columns = (np.concatenate(one) for one in zip(*walks, strict=True))
     return awaited(grid, bands, columns, plan, rank)
-
-
-def way(operator: str, plan: Plan) -> str:
-    """How a fused plan for a GPU has rows brought or sums made, for people; "" where there is only one way."""
-    bringing, every = plan.share.communication_ctas, plan.share.multiprocessors
-    if plan.grain == "fused" and operator == "matmul_reduce_scatter" and every is not None:
-        return "sums go from rank to rank" if plan.order == "rotated" else f"sums made by {bringing} of {every} CTAs"
-    if plan.grain != "fused" or operator != "all_gather_matmul" or bringing is None or every is None:
-        return ""
-    how = "pulled" if plan.pull else "pushed"
-    if fused.at_once(plan):
-        cut = f", K of the last tiles in {plan.split} parts" if plan.split else ""
-        return f"rows {how}, brought by all {every} CTAs before they multiply{cut}"
-    if plan.order == "rotated":
-        return f"rows {how}, brought by {bringing} of {every} CTAs while the others multiply own ones"
-    return f"rows {how} by {min(bringing, every)} of {every} CTAs before they multiply"
