@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
+import chain_checks
 import torch
 
 import undertow as ut
-from undertow.plan import chain
-from undertow.plan.defaults import fused_plan
-from undertow.plan.plan import Plan, Share
-from undertow.plan.problem import Problem
 
 CALLS: dict[str, tuple[str, str, int]] = {
     "few rows, to all at once": ("matmul_all_reduce", "fused:peer", 4),
@@ -29,16 +25,6 @@ CALLS: dict[str, tuple[str, str, int]] = {
 """Operator, strategy (or the order of a plan) and rows of calls that are watched in different ways."""
 
 
-def scatter_plans(group: ut.Group, m: int, n: int, k: int, shards: list[int] | None = None) -> tuple[Plan, Plan]:
-    """Of a fused reduce_scatter: sums by owners, and from rank to rank, whatever the size."""
-    problem = Problem.of(
-        "matmul_reduce_scatter", m, n, k, dtype="bfloat16", ranks=group.size, device="cuda",
-        multiprocessors=group.fabric.multiprocessors, shards=shards, bulk=group.fabric.bulk_copies,
-    )  # fmt: skip
-    beside, active = fused_plan(problem, "peer"), max(1, group.fabric.multiprocessors - 1)
-    return beside, replace(beside, order="rotated", share=Share(active), tile=chain.TILE, group_bands=3)
-
-
 def operator_without_the_last(name: str) -> str:
     group = ut.init()
     operator, strategy, rows = CALLS[name]
@@ -47,7 +33,7 @@ def operator_without_the_last(name: str) -> str:
 
     how: dict[str, object] = {"strategy": strategy}
     if strategy == "rotated":
-        how = {"plan": scatter_plans(group, rows, w.shape[1], x.shape[1])[1]}
+        how = {"plan": chain_checks.scatter_plans(group, rows, w.shape[1], x.shape[1])[1]}
 
     def call() -> torch.Tensor:
         return getattr(ut, operator)(x, w, group=group, **how)  # type: ignore[no-any-return]
