@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from undertow.errors import InvalidArgument, StrategyUnavailable
 from undertow.plan import plan as plan_module
+from undertow.plan.defaults import default_plan
 from undertow.plan.plan import Plan, Share, parse_strategy, split
 from undertow.plan.problem import Problem
 
@@ -195,3 +196,13 @@ def test_strategies() -> None:
         parse_strategy("fused:net", grains, LANES, "net")
     with pytest.raises(InvalidArgument, match="strategy is 'fast'"):
         parse_strategy("fast", grains, LANES, "net")
+
+
+def test_no_parcel_of_a_cpus_usual_plans_is_empty() -> None:
+    """From 17 to 32 bands, as many as rows make."""
+    for operator in ("matmul_all_reduce", "matmul_reduce_scatter"):
+        for ranks, m in ((ranks, m) for ranks in (2, 3) for m in range(32, 200)):
+            asked = Problem.of(operator, m, 64, 8, dtype="float32", ranks=ranks, device="cpu", multiprocessors=1)
+            plan = default_plan(asked, "signaled", "dma")
+            plan.check(asked)
+            assert all(start < stop for start, stop in plan.parcels), (operator, ranks, m, plan.parcels)

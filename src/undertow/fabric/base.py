@@ -156,7 +156,7 @@ class Lane(ABC):
     def mark(self) -> Callable[[], None]:
         """What waits until sources of the sends so far may be overwritten, whoever calls it, and not for later ones.
 
-        Called by who sends. A send that failed is told by `flush`, as ever.
+        Called by who sends. A send that failed is told by it, or else by `flush`.
         """
         return self.flush
 

@@ -270,7 +270,7 @@ def _stops(problem: Problem, bands: int, both_sum: bool = False) -> list[int]:
     """Where about PARCELS parcels of so many bands end."""
     if problem.device == "cpu" and bands >= 2 * PARCELS:
         weights = _CPU_BOTH_WEIGHTS if both_sum else _CPU_WEIGHTS
-        return [bands * sum(weights[: one + 1]) // sum(weights) for one in range(len(weights))]
+        return sorted({max(1, bands * sum(weights[: one + 1]) // sum(weights)) for one in range(len(weights))})
     return [stop for _, stop in split(bands, max(1, min(PARCELS, bands)))]
 
 
