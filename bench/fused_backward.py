@@ -6,7 +6,8 @@
 | row (matmul_reduce_scatter) | gathered dz @ w^T | x^T @ gathered dz |
 
 cublas: both matmuls alone. gemm: the first of them by our own kernel. serial: cuBLAS and our collectives on symmetric
-buffers, one after the other. fused: the operator's backward pass, watched. torch: PyTorch's async-TP operators.
+buffers, one after the other. fused: the operator's backward pass, by its usual plan and by others that `auto` would
+try, bare as the serial ones; guarded: as users call it, watched. torch: PyTorch's async-TP operators.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from typing import Any
 import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
-from undertow.ops import library
+from undertow.ops import all_gather_matmul, library, matmul_reduce_scatter
+from undertow.ops.beside import Arriving, gathered_again, multiplied
 from undertow.ops.differentiable import name_of
-from undertow.plan.defaults import fused_plan
+from undertow.ops.finish import Finish
+from undertow.ops.operands import like_weight
+from undertow.plan.defaults import fused_plan, gather_forms, scatter_forms
+from undertow.plan.plan import Plan
 
 
 def column(bench: Bench, m: int, k: int, n: int) -> Made:
@@ -44,8 +49,19 @@ def column(bench: Bench, m: int, k: int, n: int) -> Made:
     found: Variants = {
         "cublas": lambda _: (torch.mm(dz, w.t(), out=partial), torch.mm(whole.t(), dz, out=dw)),
         "gemm": lambda _: (alone(), torch.mm(whole.t(), dz, out=dw)),
-        "fused": lambda _: library.all_gather_matmul_backward(dz, x, w, None, [True, True], name, "fused:peer"),
+        "guarded": lambda _: library.all_gather_matmul_backward(dz, x, w, None, [True, True], name, "fused:peer"),
     }
+    problem = bench.problem("matmul_reduce_scatter", m, k, n)
+    for form, plan in scatter_forms(problem, "peer").items():
+
+        def fused(_: int, plan: Plan = plan) -> tuple[torch.Tensor, ...]:
+            made, weight = torch.empty(shard, k, device=device, dtype=BF16), like_weight(w)
+            beside = gathered_again(x, [shard] * size, rank, lambda rows: multiplied(rows, dz, weight))
+            finish, lane = Finish(None, "none"), bench.fabric.lane("peer")
+            matmul_reduce_scatter.run(dz, w.t(), made, problem, plan, finish, bench.fabric, lane, beside=beside)
+            return made, weight
+
+        found[f"fused, {form}"] = fused
     for ctas in bench.ctas():
         scatters = bench.executable("reduce_scatter_direct", ctas, target="direct", in_place=False)
         gathers = bench.executable("all_gather_direct", ctas, target="direct", in_place=False)
@@ -84,8 +100,18 @@ def row(bench: Bench, m: int, k: int, n: int) -> Made:
     found: Variants = {
         "cublas": lambda _: (torch.mm(whole, w.t(), out=dx), torch.mm(x.t(), whole, out=dw)),
         "gemm": lambda _: (alone(), torch.mm(x.t(), whole, out=dw)),
-        "fused": lambda _: library.matmul_reduce_scatter_backward(dz, x, w, None, wanted, name, "fused:peer")[:2],
+        "guarded": lambda _: library.matmul_reduce_scatter_backward(dz, x, w, None, wanted, name, "fused:peer")[:2],
     }
+    problem = bench.problem("all_gather_matmul", m, k, n)
+    for form, plan in gather_forms(problem, "peer").items():
+
+        def fused(_: int, plan: Plan = plan) -> tuple[torch.Tensor, ...]:
+            made, arriving = torch.empty(m, k, device=device, dtype=BF16), Arriving(x, w, bias=False)
+            finish, lane = Finish(None, "none"), bench.fabric.lane("peer")
+            all_gather_matmul.run(dz, w.t(), made, problem, plan, finish, bench.fabric, lane, arriving)
+            return made, arriving.weight
+
+        found[f"fused, {form}"] = fused
     for ctas in bench.ctas():
         gathers = bench.executable("all_gather_direct", ctas, target="direct", in_place=False)
 

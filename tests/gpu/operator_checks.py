@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import chain_checks
 import few_row_checks
+import gradient_checks
 import matmul_suite
 import staged_checks
 import token_checks
@@ -334,7 +335,7 @@ def rows_are_pushed_or_pulled(group: ut.Group) -> None:
         for turn in range(6):
             plan = fused_plan(replace(problem, together=turn % 2 == 0), "peer")
             assert plan.pull == (turn % 2 == 0)
-            assert fused.brought(problem, plan) == (plan.pull and many and problem.bulk)
+            assert fused.brought(problem, plan) == (plan.pull and problem.bulk)
             x, weight = mine[group.rank].clone().requires_grad_(turn > 3), w.clone().requires_grad_(turn > 3)
             y = ut.all_gather_matmul(x, weight, rows=rows, group=group, plan=plan)
             assert torch.equal(y, want), (turn, plan)
@@ -441,5 +442,6 @@ def matmuls_in_clusters_find_room(group: ut.Group) -> None:
             assert torch.equal(y, want), (turn, name)
 
 
-for _one in (*chain_checks.CHECKS, *few_row_checks.CHECKS, *token_checks.CHECKS, *staged_checks.CHECKS):
-    check(_one)
+for _module in (chain_checks, few_row_checks, gradient_checks, token_checks, staged_checks):
+    for _one in _module.CHECKS:
+        check(_one)

@@ -93,11 +93,11 @@ def gather(
 
 def brought(
     bulk: bool = True, tile: tuple[int, int] = (128, 256), transposed: bool = True, bias: bool = False,
-    width: int = 1024, ranks: int = 4, pull: bool = True, split: int = 0,
+    width: int = 1024, ranks: int = 4, pull: bool = True, split: int = 0, in_step: bool = False,
 ) -> CompiledKernel:  # fmt: skip
     types, constants, aligned = _gathering("sm_90", tile, transposed, False, pull, bulk, width, ranks)
     types |= dict.fromkeys(("own", "multiplying", "early", "last", "spare", "rank"), "i32") | {"partial": "*fp32"}
-    constants |= {"EVEN": True, "BIAS": bias, "ACTIVATION": 3 * bias, "SPLIT": split}
+    constants |= {"EVEN": True, "BIAS": bias, "ACTIVATION": 3 * bias, "SPLIT": split, "IN_STEP": in_step}
     aligned |= {"partial": 16}
     return compile_kernel(fused_brought_kernel, types, constants, "sm_90", 8, aligned, num_stages=STAGES)
 

@@ -79,8 +79,10 @@ def log(ptx: str) -> str:
         lambda: brought(tile=(64, 256)),
         lambda: brought(tile=NARROW_TILE, width=256),
         lambda: brought(False, tile=NARROW_TILE, width=256, bias=True),
+        lambda: brought(in_step=True, ranks=8),
+        lambda: brought(in_step=True, ranks=8, tile=(64, 256)),
     ],
-    ids=["pulled", "pushed to 8", "with tails", "few rows", "narrow", "narrow, with tails"],
+    ids=["pulled", "pushed to 8", "with tails", "few rows", "narrow", "narrow, with tails", "in step", "few in step"],
 )
 def test_loads_of_brought_rows_run_ahead_from_tile_to_tile(made: Any) -> None:
     """Two main loops, own rows' and the others', each with one step's loads in it, the rest before it."""
@@ -92,7 +94,18 @@ def test_loads_of_brought_rows_run_ahead_from_tile_to_tile(made: Any) -> None:
     assert len(loads) == 2 * 2 * STAGES
 
 
-@pytest.mark.parametrize("options", [{"pull": False}, {"width": 256, "split": 4}])
+def test_who_keeps_in_step_waits_for_a_while_only() -> None:
+    """One CTA of a rank that fell out would hold up the others for ever: looks are counted, and end the loop."""
+    kernel = brought(in_step=True, ranks=8)
+    loops = re.findall(r"AGAIN\w*:(.*?)@late bra AGAIN", kernel.ptx, re.DOTALL)
+    assert len(loops) == 2  # in each main loop
+    for loop in loops:
+        assert re.search(r"sub\.u32 looks, looks, 1;.*setp\.ne\.and\.u32 late, looks, 0, late;", loop, re.DOTALL)
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.s32", kernel.ptx)) == 2
+    assert "red.relaxed" not in brought(ranks=8).ptx
+
+
+@pytest.mark.parametrize("options", [{"pull": False}, {"width": 256, "split": 4}, {"in_step": True}])
 def test_brought_rows_are_told_of_when_they_are_there_and_waited_for(options: dict[str, Any]) -> None:
     ptx = brought(False, **options).ptx  # bulk stores of the result are not what words tell of
     assert check_release_order(ptx) == []

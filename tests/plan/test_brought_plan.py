@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from test_fused_plan import MACHINE, SHARDS, plan_of, problem
 
@@ -35,13 +36,15 @@ def test_only_a_gpu_with_tma_has_rows_brought_by_other_ctas() -> None:
 
 @pytest.mark.parametrize(("m", "ranks", "usual"), [
     (256, 4, False), (512, 4, False), (1000, 4, False), (1024, 4, True), (2048, 4, True), (8192, 4, True),
-    (512, 8, False), (1024, 8, False), (2048, 8, True),
+    (512, 8, False), (1024, 8, False), (2048, 8, False),
 ])  # fmt: skip
 def test_pulled_rows_of_two_bands_are_brought_beside_and_both_ways_are_tried(m: int, ranks: int, usual: bool) -> None:
+    """Fewer rows, and where many ranks share a GPU all of them, come by all CTAs at once."""
     asked = problem("all_gather_matmul", m=m, ranks=ranks, shards=(m // ranks,) * ranks, together=True)
     plan = fused_plan(asked, "peer")
     assert fused.brought(asked, plan)
-    assert (plan.share, plan.pull) == (Share(33, 1) if usual else Share(32, 32), True)  # fewer rows by all at once
+    assert (plan.share, plan.pull) == (Share(33, 1) if usual else Share(32, 32), True)
+    assert plan.in_step == (ranks == 8)
     apart = replace(asked, together=False)
     assert not fused.brought(apart, fused_plan(apart, "peer"))  # pushed rows: only where a plan says so
     assert not fused.brought(replace(asked, bulk=False), fused_plan(replace(asked, bulk=False), "peer"))
@@ -51,7 +54,8 @@ def test_pulled_rows_of_two_bands_are_brought_beside_and_both_ways_are_tried(m: 
         for candidate in found:
             candidate.check(one)
             assert Plan.from_json(candidate.to_json()) == candidate
-        assert {fused.brought(one, other) for other in found} == ({True, False} if usual or one.together else {False})
+        both = one.together or m // ranks >= 256
+        assert {fused.brought(one, other) for other in found} == ({True, False} if both else {False})
     uneven = replace(asked, m=m + 100, shards=(m // ranks + 100, *asked.shards[1:]))
     assert (fused_plan(uneven, "peer").share == Share(33, 1)) == usual  # the shortest shard counts
 
@@ -71,7 +75,8 @@ def test_both_kernels_of_a_gather_are_measured() -> None:
         (512, 14336, [((128, 256), 0)]),  # 224: 7 full waves
         (512, 9216, [((128, 256), 0), ((128, 128), 0), ((128, 256), 2)]),  # 144: 16 in 2; 288 narrow ones: 9 waves
         (1024, 2560, [((128, 256), 0), ((128, 128), 0), ((128, 256), 2)]),
-        (2048, 2560, []),
+        (2048, 2560, [((128, 256), 0)]),  # 160: 5 full waves
+        (32768, 2560, []),
     ],
 )
 def test_few_rows_are_brought_by_all_and_tried_where_waves_are_fuller(
@@ -125,18 +130,27 @@ def test_brought_rows_are_those_of_a_gather_with_own_tiles_first(shards: tuple[i
 
 @pytest.mark.parametrize("shards", [one for one in SHARDS if min(one) > 0])
 def test_rows_that_all_bring_at_once_are_read_where_they_are_kept(shards: tuple[int, ...]) -> None:
-    """The tiles of `gather_table`, in groups over the ends of shards, own ones with the line of their band, too."""
+    """The tiles of `gather_table`, in an order that all ranks share, own ones with the line of their band, too."""
     plan = replace(plan_of((4, 5), 8), pull=True, order="rotated", share=Share(4, 4))
     for rank in range(len(shards)):
         table, told = brought.table(shards, 13, plan, rank), fused.push_table(shards, plan, rank)
         other = fused.gather_table(shards, 13, plan, rank)
         assert brought.own_tiles(shards, 13, plan, rank) == 0
         kept = {one[4]: (one[0], one[1]) for one in told.tolist() if one[6] <= rank < one[6] + one[7]}
-        for one, same in zip(table.tolist(), other.tolist(), strict=True):
+        same = {(*one[: fused.BAND_LINE], one[fused.SOURCE]) for one in other.tolist()}
+        assert len(table) == len(same)
+        assert (table == brought.table(shards, 13, plan, 0)).all()
+        for one in table.tolist():
             own = one[fused.SOURCE] == rank
-            assert [*one[: fused.BAND_LINE], one[fused.SOURCE]] == [*same[: fused.BAND_LINE], same[fused.SOURCE]]
+            assert (*one[: fused.BAND_LINE], one[fused.SOURCE]) in same
             assert one[fused.BAND_LINE] >= 0
             assert not own or kept[one[fused.BAND_LINE]] == (one[fused.ROW], one[fused.ROWS])
+        together = brought.table(shards, 13, plan, rank, apart=False)  # where all rows lie in one place
+        firsts = np.array([sum(shards[:one]) for one in range(len(shards))])
+        assert (together[:, fused.ROW] == table[:, fused.ROW] + firsts[table[:, fused.SOURCE]]).all()
+        assert (together[:, 1 : fused.SOURCE] == table[:, 1 : fused.SOURCE]).all()
+        for one, moved in zip(told.tolist(), fused.push_table(shards, plan, rank, 0).tolist(), strict=True):
+            assert moved == [one[0], one[1], 0, one[3] + firsts[rank], *one[4:]]
     alone = brought.table((9,), 13, plan, 0)
     assert brought.own_tiles((9,), 13, plan, 0) == len(alone)
     assert (alone[:, fused.BAND_LINE] == fused.OWN).all()

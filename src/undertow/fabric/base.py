@@ -230,6 +230,12 @@ class Fabric(ABC):
         """What every rank calls before a kernel whose CTAs wait for other ranks' (`gate.py`). Collective at first."""
         return _pass
 
+    def meeting(self) -> Callable[[], None]:
+        """What every rank calls where memory that others may still read, in their calls before, is written next: who is
+        through it comes after all that any rank enqueued before its own. Collective at first.
+        """
+        return _pass  # on a CPU calls are over when they return
+
     def follow(self, what: str) -> None:
         """The current stream's next call that shares `what` comes after the last one, wherever that was."""
         return  # on a CPU it does: calls are over when they return

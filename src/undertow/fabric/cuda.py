@@ -187,8 +187,9 @@ class CudaFabric(Fabric):
         return StagedLane(self) if self._no_peers or self.shares_device else CopyLane(self)
 
     def gate(self) -> Callable[[], None]:
-        if not self._gated:
-            return super().gate()
+        return self.meeting() if self._gated else super().gate()
+
+    def meeting(self) -> Callable[[], None]:
         with self._lock:
             if self._gate is None:
                 self._gate = Gate(self)

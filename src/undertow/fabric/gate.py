@@ -8,6 +8,9 @@ own that is nobody's loss. On a shared one the rank that is waited for may have 
 SMs of one cluster (cuBLAS takes up to 8), and finds only single ones between the others' CTAs: all wait until the
 deadline. So each rank first launches one CTA that waits for all others. `UNDERTOW_GATE=off` leaves it out, to measure
 kernels as they are on GPUs of their own. Ranks that share a GPU and cannot reach each other's memory have no gate.
+
+The same meeting lets ranks use one memory for call after call where addresses must not change (`Fabric.meeting`): who
+is through it overwrites what others read before they came to it.
 """
 
 from __future__ import annotations

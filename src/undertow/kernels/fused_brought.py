@@ -34,6 +34,7 @@ import triton.language as tl
 
 from .bring import bring
 from .gemm import ENTRY, multiply, store_tile
+from .in_step import keep_step
 from .last_wave import multiply_parts, sum_parts
 from .signals import proxy_fence, signal_wait_all
 from .turns import LINE
@@ -63,11 +64,12 @@ def fused_brought_kernel(
     partial, last: tl.int32, spare: tl.int32, rank: tl.int32, abort, error, deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr,
     PARTS: tl.constexpr, BULK: tl.constexpr, EVEN: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-    WIDTH: tl.constexpr, RANKS: tl.constexpr, PULL: tl.constexpr, SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr, RANKS: tl.constexpr, PULL: tl.constexpr, SPLIT: tl.constexpr, IN_STEP: tl.constexpr,
 ):  # fmt: skip
     """Arguments as those of `fused_gather_kernel`; GPUs with TMA only. The first `active` CTAs work, the first
     `multiplying` of them multiply. `tasks`: all parts of all bands of `pushes`. SPLIT > 0: K of the `last` tiles is cut
     into so many parts, one for each CTA at most, which `partial` has room for; their words begin in line `spare`.
+    IN_STEP: CTAs that multiply keep in step (`in_step.py`), counted in the word behind that of parts taken.
     """
     program, programs = tl.program_id(0), multiplying
     epoch = tl.load(epochs + program, volatile=True) + 1
@@ -76,6 +78,8 @@ def fused_brought_kernel(
     wide, apart = inner // 8 * 8, stride // 8 * 8  # they are so already: it tells the compiler
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
+        if IN_STEP:
+            tl.store(taken + (1 - turn) * LINE + 1, 0)
     steps = tl.cdiv(inner, BLOCK_K)
     if SPLIT:
         tiles -= last
@@ -87,6 +91,8 @@ def fused_brought_kernel(
         row, column = tl.load(entry).to(tl.int32), tl.load(entry + 2).to(tl.int32)
         total = multiply(mine, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED)
         stored += programs
+        if IN_STEP:
+            keep_step(taken + turn * LINE + 1, stored, tiles, stride_of)
         store_tile(out, c, bias, total, table + stored * ENTRY, PARTS, BULK, EVEN, BIAS, ACTIVATION)
     counter, task = taken + turn * LINE, tasks
     if program < active:
@@ -103,6 +109,8 @@ def fused_brought_kernel(
         total = multiply(gathered, b, row, column, steps, BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, 0, False, source,
                          PULL)  # fmt: skip
         stored += programs
+        if IN_STEP:
+            keep_step(taken + turn * LINE + 1, stored, tiles, stride_of)
         _await(table, stored + early * programs, tiles, words, turn_line, parts, epoch, abort, error, deadline_ns)
         store_tile(out, c, bias, total, table + stored * ENTRY, PARTS, BULK, EVEN, BIAS, ACTIVATION)
     if SPLIT:

@@ -2,8 +2,9 @@
 
     epoch + 1 -> set own word at every rank -> wait until all own words have it -> advance the epoch
 
-Memory ordering. Words are set by releases and waited for by acquires at system scope, as everywhere; nobody relies on
-it: what a gate lets pass has an order of its own. The epoch is read and written by one CTA; the launch orders it.
+Memory ordering. Words are set by releases and waited for by acquires at system scope. So what kernels behind a gate
+write comes after what kernels in front of it, on any rank, have read (`Fabric.meeting`); what a fused kernel lets pass
+has an order of its own. The epoch is read and written by one CTA; the launch orders it.
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -112,7 +112,7 @@ def call(
     same_on_all = f"M {m} in {counts}, K {k}, {dtype_name(x)}"
 
     def execute(chosen: Plan, lane: Lane) -> None:
-        _run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane, arriving)
+        run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane, arriving)
 
     perform(Request(problem, on, shape, same_on_all, y, execute, lambda: x.new_zeros(m, k) @ w), strategy, plan)
     return y
@@ -129,7 +129,7 @@ def row_counts(rows: Sequence[int] | None, mine: int, group: Group) -> list[int]
     return counts
 
 
-def _run(
+def run(
     x: torch.Tensor,
     w: torch.Tensor,
     y: torch.Tensor,
@@ -157,11 +157,9 @@ def _run(
                 whole.given.view(x.shape).copy_(x)
             whole.move()
             product.start()
-            kept = gathered.clone() if arriving is not None else gathered  # its bias is summed later
-            whole.over()
             if arriving is not None:
-                arriving.begin(kept)
-                arriving.add([(0, problem.m)])
+                arriving.all_at_once(gathered)
+            whole.over()
         fabric.poisons_itself()
         return
     firsts = [sum(problem.shards[:source]) for source in range(size)]

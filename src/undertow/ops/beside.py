@@ -40,16 +40,25 @@ class Arriving:
     16-bit sums are kept in fp32 between parcels, and rounded once more in the end.
     """
 
-    def __init__(self, x: torch.Tensor, w: torch.Tensor, blocks: Sequence[Block] = ()) -> None:
-        """`w` [K, N], or one for each expert; x may have fewer columns. `blocks`: which rows are whose."""
+    def __init__(self, x: torch.Tensor, w: torch.Tensor, blocks: Sequence[Block] = (), bias: bool = True) -> None:
+        """`w` [K, N], or one for each expert; x may have fewer columns. `blocks`: which rows are whose. `bias`: whether
+        the sum over rows is wanted."""
         self._x, self._blocks, self._experts = x, blocks, w.shape[0] if w.dim() == 3 else 0
-        self._turned = is_transposed(w)
+        self._turned, self._wants_bias = is_transposed(w), bias
         self._z = x
         self._total: torch.Tensor | None = None
+        self._summed: torch.Tensor | None = None
 
     def begin(self, z: torch.Tensor) -> None:
         """z [M, N], whose rows are still to come. May be called again: then everything starts anew."""
-        self._z, self._total = z, None
+        self._z, self._total, self._summed = z, None, None
+
+    def all_at_once(self, z: torch.Tensor) -> None:
+        """All rows of z are here, and are not read any more when this is over (CUDA: in the order of the stream)."""
+        self.begin(z)
+        self.add([(0, z.shape[0])])
+        if self._wants_bias:
+            self._summed = self.bias
 
     def add(self, rows: Sequence[tuple[int, int]]) -> None:
         """Rows (first, count) of z are here."""
@@ -85,6 +94,8 @@ class Arriving:
 
     @property
     def bias(self) -> torch.Tensor:
+        if self._summed is not None:
+            return self._summed
         return bias_gradient(self._z, self._blocks, self._experts) if self._experts else self._z.sum(0)
 
 
@@ -93,7 +104,7 @@ class Beside:
     """`compute` runs after the matmul, beside what still moves; `bring`, if any, before it and beside the matmul.
 
     `longest`: elements of the longest piece that `bring` sends to another rank; the same on all ranks. `gathers`: what
-    it brings, for those who bring it otherwise.
+    it brings and `compute` uses, for those who bring it otherwise (`whole.bringer`).
     """
 
     compute: Callable[[], None]
@@ -104,11 +115,11 @@ class Beside:
 
 @dataclass(frozen=True)
 class Gathers:
-    """`whole` [M, K] = the `shard`s [M_r, K] of all ranks, of `rows[r]` rows each."""
+    """`use(whole [M, K])`, the `shard`s [M_r, K] of all ranks, of `rows[r]` rows each."""
 
     shard: torch.Tensor
-    whole: torch.Tensor
     rows: tuple[int, ...]
+    use: Callable[[torch.Tensor], None]
 
 
 def multiplied(x: torch.Tensor, dz: torch.Tensor, dw: torch.Tensor) -> None:
@@ -138,4 +149,4 @@ def gathered_again(x: torch.Tensor, counts: Sequence[int], rank: int, use: Calla
             carrier.receive(parcel, [part(source, parcel) for source in range(len(counts))])
 
     longest = max(stop - start for cuts in pieces for start, stop in cuts) * x.shape[1]
-    return Beside(lambda: use(whole), bring, longest, Gathers(x, whole, tuple(counts)))
+    return Beside(lambda: use(whole), bring, longest, Gathers(x, tuple(counts), use))

@@ -83,18 +83,25 @@ def run(
             call = tokens_cpu.exchange(x, w, y, tokens, plan, finish, fabric)
         else:
             call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
-    gate = fabric.gate()
-    bring = bringer(fabric, beside) if has_collectives(fabric, lane) else None
+    also = bringer(fabric, beside) if beside is not None and has_collectives(fabric, lane) else None
+    meet = also.meet if also is not None else None
+    gate = meet or (fabric.gate() if arriving is None else fabric.meeting())
     with half_way(fabric.group):
-        if beside is not None:
-            if bring is not None:
-                bring()
-            elif beside.bring is not None:
+        if also is not None and meet is None:
+            also.at_once()
+        elif also is None and beside is not None:
+            if beside.bring is not None:
                 beside.bring(Carrier(fabric, lane, y, beside.longest))
                 lane.flush()
             beside.compute()
         gate()
-        call()
+        if also is not None and meet is not None:
+            # All have met, so nobody reads what others overwrite; and no call ends before all ranks are in it.
+            also.bring()
+            call()
+            also.compute()
+        else:
+            call()
 
 
 def arrive(

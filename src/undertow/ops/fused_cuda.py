@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from .cuda_product import device_table
 from .finish import Finish
 from .fused_launch import ALIGNED, Launch, Make, active, descriptor, factors, finishing, watch
 from .fused_stage import Stage, load, stage_of
+from .whole import HOME
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
@@ -49,17 +51,16 @@ def prepare(
         fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: fused_few.at_once, fused.OWNED: fused_few.owned,
     }  # fmt: skip
     form = fused.form(problem, plan)
-    stage, launch = makers[form](x, w, y, problem, plan, finish, fabric)
+    make = makers[form] if arriving is None else partial(_gather, stays=True)
+    stage, launch = make(x, w, y, problem, plan, finish, fabric)
     stage.follow(fabric.device)
 
     def call() -> None:
         with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
             launch(stage.epochs, active(plan, fabric))
         if arriving is not None:
-            arriving.begin(_gathered(x, problem, plan, stage, fabric.group.rank))
+            arriving.all_at_once(_gathered(x, problem, plan, stage, fabric.group.rank))
         stage.enqueued(fabric.device)
-        if arriving is not None:
-            arriving.add([(0, problem.m)])
         if finish.after is not None:
             finish.apply(y)
         if fused_few.poisons(form, plan):
@@ -69,24 +70,20 @@ def prepare(
 
 
 def _gathered(x: torch.Tensor, problem: Problem, plan: Plan, stage: Stage, rank: int) -> torch.Tensor:
-    """A copy of the rows that the last gather left in its stage, own ones among them; pulled ones from their owners.
-
-    Which half they are in only the device knows, as a replayed call counts there. Owners overwrite what they keep no
-    earlier than in the second call after this one, for which they need this rank's rows of the next.
-    """
-    turn, k = stage.epochs[:1] & 1, problem.k
-    starts = [sum(problem.shards[:one]) for one in range(problem.ranks)]
-    if plan.pull:
-        whole = x.new_empty(problem.m, k)
-        for source, (first, rows) in enumerate(zip(starts, problem.shards, strict=True)):
-            if source != rank:
-                halves = stage.data.peer(source).view(2, stage.half)[:, : rows * k]
-                whole[first : first + rows] = halves.index_select(0, turn).view(rows, k)
-    else:
-        halves = stage.data.local.view(2, stage.half)[:, : problem.m * k]
-        whole = halves.index_select(0, turn).view(problem.m, k)
-    whole[starts[rank] : starts[rank] + x.shape[0]] = x
+    """All rows [M, K] of a gather whose rows stay (`_gather`), own ones among them, until all ranks meet again. Where
+    others' were pushed, own ones are copied beside them."""
+    if problem.ranks == 1:
+        return x
+    whole = _stays_in(plan, stage)[: problem.m * problem.k].view(problem.m, problem.k)
+    if not plan.pull:
+        first = sum(problem.shards[:rank])
+        whole[first : first + x.shape[0]] = x
     return whole
+
+
+def _stays_in(plan: Plan, stage: Stage) -> torch.Tensor:
+    """Where gathered rows stay: here or, where ranks share a GPU and pull them, in the memory of one of them."""
+    return stage.data.peer(HOME) if plan.pull else stage.data.local
 
 
 # -- matmul_reduce_scatter, matmul_all_reduce --------------------------------------------------------------------------
@@ -192,8 +189,17 @@ def _chain(
 
 
 def _gather(
-    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, problem: Problem, plan: Plan, finish: Finish, fabric: CudaFabric
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    problem: Problem,
+    plan: Plan,
+    finish: Finish,
+    fabric: CudaFabric,
+    stays: bool = False,
 ) -> tuple[Stage, Launch]:
+    """`stays`: gathered rows are used after the call, so the host must know where they are, and they must lie as one
+    matrix. All calls use one memory then, and all ranks meet before each (`Fabric.meeting`)."""
     assert plan.tile is not None
     block_m = plan.tile[0]
     if problem.n == 0:  # others need its rows, and wait for it to take theirs: it multiplies a few zeros
@@ -202,25 +208,32 @@ def _gather(
     rank, n, k = fabric.group.rank, problem.n, problem.k
     lines = sum(-(-rows // block_m) for rows in problem.shards)
     # One for each K, so that rows of all calls have the same places in both halves.
-    kind = "pulled" if plan.pull else "gather", x.dtype, k
-    stage = stage_of(fabric, kind, fused.stage_elements(problem, plan), 2 * lines, x.dtype, unit=k)
-    key = ("fused gather", problem.shards, n, plan.digest, rank)
+    kind = "pulled" if plan.pull else "gather", x.dtype, k, stays
+    elements = -(-problem.m * k // 2) if stays else fused.stage_elements(problem, plan)
+    stage = stage_of(fabric, kind, elements, 2 * lines, x.dtype, unit=k)
+    apart = plan.pull and not stays
+    key = ("fused gather", problem.shards, n, plan.digest, rank, apart)
     # Columns are each rank's own: one whose result cannot be stored 16 bytes at a time has the other kernel.
     brings = fused.brought(problem, plan) and n % ALIGNED == 0 and y.data_ptr() % 16 == 0
     tiles = brought.table if brings else fused.gather_table
-    table = device_table(fabric, (*key, brings), lambda: tiles(problem.shards, n, plan, rank))
+    table = device_table(fabric, (*key, brings), lambda: tiles(problem.shards, n, plan, rank, apart))
     own = brought.own_tiles(problem.shards, n, plan, rank) if brings else None
-    pushed = ("fused pushes", problem.shards, plan.digest, rank)
-    pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank))
+    pushed = ("fused pushes", problem.shards, plan.digest, rank, apart)
+    to = HOME if plan.pull and stays else None
+    pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank, to))
     whole = all(rows % block_m == 0 for rows in problem.shards[:-1])
-    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, own)
+    return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, own, stays=stays)
 
 
-def _rows_of(plan: Plan, fabric: CudaFabric, stage: Stage, k: int, block_k: int) -> tuple[torch.Tensor, Any]:
+def _rows_of(
+    plan: Plan, fabric: CudaFabric, stage: Stage, k: int, block_k: int, stays: bool
+) -> tuple[torch.Tensor, Any]:
     """Where gathered rows are read, [2 turns of rows, K] or (pulled) of each rank, and as kernels with TMA read it."""
     assert plan.tile is not None
     capacity, block = stage.half // k, [plan.tile[0], block_k]
-    if plan.pull:
+    if stays:
+        buffer = _stays_in(plan, stage)[: 2 * stage.half].view(2 * capacity, k)
+    elif plan.pull:
         rows = stage.side_by_side(fabric)
         buffer, block = rows.as_strided((fabric.group.size, 2 * capacity, k), (rows.stride(0), k, 1)), [1, *block]
     else:
@@ -254,8 +267,9 @@ def gather_launch(
     whole: bool,
     own: int | None = None,
     announced: bool = False,
+    stays: bool = False,
 ) -> Launch:
-    """A gather kernel, loaded. `whole`: all rows of y but the last come in whole bands.
+    """A gather kernel, loaded. `whole`: all rows of y but the last come in whole bands. `stays`: as in `_gather`.
 
     `own`: how many tiles at the beginning of the table read x, for the kernel whose rows other CTAs bring; None for the
     one whose CTAs push them first, the only one whose calls are `announced`.
@@ -267,15 +281,17 @@ def gather_launch(
     block_m, block_n = plan.tile
     k, n = x.shape[1], w.shape[-1]
     both = factors(x, w, fabric.bulk_copies)
-    buffer, gathered = _rows_of(plan, fabric, stage, k, both.block_k)
+    buffer, gathered = _rows_of(plan, fabric, stage, k, both.block_k, stays)
     bias, ends = finishing(finish, y)
     aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
     bulk = aligned and whole and fabric.bulk_copies and y.numel() > 0
     halves, pieces = 2 if bulk else 4, fused.parts(plan, k)
     known: dict[str, Any] = {
         "tiles": len(table), "tasks": len(pushes) * pieces, "parts": pieces, "inner": k, "stride": both.strides[0],
-        "capacity": stage.half // k, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": halves, "BULK": bulk,
-        "EVEN": aligned, "WIDTH": plan.piece, "RANKS": fabric.group.size, "PULL": plan.pull, **ends, **both.constants,
+        "capacity": 0 if stays else stage.half // k, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": halves,
+        "BULK": bulk, "EVEN": aligned, "WIDTH": plan.piece, "RANKS": fabric.group.size,
+        "PULL": plan.pull and not stays, **ends,
+        **both.constants,
         **dict(zip(("abort", "error", "deadline_ns"), watch(fabric), strict=True)),
     }  # fmt: skip
     kernel: Any = fused_brought_kernel
@@ -290,7 +306,7 @@ def gather_launch(
         early = brought.early(-(-k // both.block_k), both.stages)
         known |= {
             "own": own, "early": early, "lines": stage.lines // 2, "spare": stage.lines, "rank": fabric.group.rank,
-            "SPLIT": plan.split,
+            "SPLIT": plan.split, "IN_STEP": plan.in_step,
         }  # fmt: skip
 
     def launch(epochs: torch.Tensor, working: int) -> None:
@@ -307,7 +323,8 @@ def gather_launch(
             stage.taken, active=working, **roles, **known,
         )  # fmt: skip
 
-    common = "gather", announced, plan.order, plan.pull, plan.split, plan.tile, plan.piece, x.dtype, both.grouped
+    kind = "gather", announced, stays, plan.order, plan.pull, plan.split, plan.in_step
+    common = *kind, plan.tile, plan.piece, x.dtype, both.grouped
     # Columns, and so which of the kernels it is, bias and activation are each rank's own.
     variant = (own is None, both.transposed, bulk, aligned, y.data_ptr() % 16, *ends.values())
     load(fabric, stage, common, variant, launch)

@@ -200,7 +200,7 @@ def matmul_reduce_scatter_backward(
     from .matmul_reduce_scatter import shares
 
     on = named(group)
-    arriving = Arriving(x if wanted[1] else x[:, :0], w)
+    arriving = Arriving(x if wanted[1] else x[:, :0], w, bias=wanted[2])
     dx = home.call(dz, w.t(), shares(rows, x.shape[0], on.size), None, "none", on, strategy, None, arriving=arriving)
     empty = x.new_empty(0)
     return dx, arriving.weight if wanted[1] else empty, arriving.bias if wanted[2] else empty.clone()

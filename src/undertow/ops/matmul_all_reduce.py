@@ -47,7 +47,7 @@ from .produce import placed, product_of
 from .product import NoProduct
 from .program import ProgramCall
 from .program import run as run_program
-from .whole import exchange, moves_whole
+from .whole import bringer, exchange, moves_whole
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -118,6 +118,7 @@ def call(
     problem = Problem.of(
         OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies,
+        together=on.fabric.together,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     after = After.of(residual, norm, y)
@@ -162,7 +163,7 @@ def run(
         if not compute:
             sums.given.copy_(y.view(-1))
         entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
-        multiply_and_move(fabric, entire, sums, finish, y, beside)
+        multiply_and_move(fabric, entire, sums, finish, y, bringer(fabric, beside) if beside is not None else None)
         return
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"

@@ -120,6 +120,7 @@ def call(
     problem = Problem.of(
         OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, shards=counts, bulk=on.fabric.bulk_copies,
+        together=on.fabric.together,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     after = After.of(residual, norm, y)
@@ -167,16 +168,16 @@ def run(
         run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
         return
     rank, n = fabric.group.rank, problem.n
-    sums, bring = None, None
+    sums, also = None, None
     if moves_whole(plan, fabric, lane) and finish.follows(y):
         spans = [rows * n for rows in problem.shards]
-        bring = bringer(fabric, beside)
+        also = bringer(fabric, beside) if beside is not None else None
         place = y if finish.nothing else None
-        if bring is not None:
+        if beside is None or also is not None:
             sums = exchange(fabric, "reduce_scatter", y, spans, plan.share.communication_ctas, taken=place)
     if sums is not None:
         entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
-        multiply_and_move(fabric, entire, sums, finish, y, beside, bring)
+        multiply_and_move(fabric, entire, sums, finish, y, also)
         return
     buffer = x.new_empty(problem.m * n)
     packed = plan.grain == "signaled" and plan.layout == "packed"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
     from .beside import Beside
     from .finish import Finish
-    from .whole import Exchange
+    from .whole import Bringing, Exchange
 
 Step = Callable[[int], None]
 
@@ -59,17 +59,14 @@ def multiply_and_move(
     sums: Exchange,
     finish: Finish,
     y: torch.Tensor,
-    beside: Beside | None = None,
-    bring: Callable[[], None] | None = None,
+    beside: Bringing | None = None,
 ) -> None:
-    """What `beside` needs and computes, the product, then what moves of it, finished into y: nothing hides anything."""
+    """What `beside` brings and computes, the product, what moves of it, finished into y: nothing hides anything."""
     if not finish.nothing:
         finish.load(y, 1)
     with half_way(fabric.group):
-        if bring is not None:
-            bring()
         if beside is not None:
-            beside.compute()
+            beside.at_once()
         product.start()
         sums.move()
         if sums.taken.data_ptr() != y.data_ptr():

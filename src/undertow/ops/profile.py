@@ -177,7 +177,7 @@ def communication(
     x = torch.zeros(shards[group.rank] if gathers else rows, _COLUMNS, dtype=dtype, device=group.device)
     if gathers:
         w, y = x.new_zeros(_COLUMNS, 0), x.new_zeros(rows, 0)
-        return lambda: all_gather_matmul._run(x, w, y, problem, plan, _NOTHING, fabric, opened)
+        return lambda: all_gather_matmul.run(x, w, y, problem, plan, _NOTHING, fabric, opened)
     if operator == matmul_all_to_all.OPERATOR:
         tokens = Tokens.of_splits([shards] * size)
         y = x.new_zeros(size * shards[group.rank], _COLUMNS)

@@ -11,7 +11,11 @@ they are, and only the smaller side is copied:
 |---|---|---|
 | matmul_all_reduce | product [M, N], summed in place | result [M, N], finished on the way |
 | matmul_reduce_scatter | product [M, N], own rows | result [M_r, N], finished on the way |
-| all_gather_matmul | own rows, gathered rows [M, K] | own rows [M_r, K]; for a gradient all, as it is used later |
+| all_gather_matmul | own rows, gathered rows [M, K] | own rows [M_r, K] |
+
+A weight's gradient is computed from gathered rows where they are, before the call is over. Where ranks share a GPU and
+so its memory, nobody gathers rows for that alone: each rank stores its own ones into the memory of the first (HOME),
+all meet, and all read them there.
 
 The memory is a workspace of the fabric, the same for all calls, which therefore come one after the other whatever
 streams they are on. Between ranks the kernel sees to it: others write to a rank's memory only when its own stream has
@@ -44,12 +48,14 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric, Lane
     from ..fabric.symmetric import SymmetricBuffer
     from ..plan.plan import Plan
-    from .beside import Beside
+    from .beside import Beside, Gathers
 
 DEVICES = ("cuda",)
 """Where it is faster than parcels."""
 LARGE = 512 << 10
 """Bytes."""
+HOME = 0
+"""The rank in whose memory rows of all ranks lie, where they share it."""
 _KEPT = object()  # name of what is kept with a fabric
 _SHARED = "whole results"  # what calls must come one after the other for
 _PACKED = 4  # bytes of the largest element that packets carry
@@ -180,20 +186,66 @@ def _executable(
     return made[key]
 
 
-def bringer(fabric: Fabric, beside: Beside | None) -> Callable[[], None] | None:
+@dataclass(frozen=True)
+class Bringing:
+    """What is to be done beside a matmul: `bring`, then `compute` with what came, where it lies.
+
+    `meet`: what all ranks must do before `bring`, which overwrites what others may still read, and before `compute`,
+    unless something comes between that makes every rank wait for all others. None: `bring` sees to both.
+    """
+
+    bring: Callable[[], None]
+    compute: Callable[[], None]
+    meet: Callable[[], None] | None = None
+
+    def at_once(self) -> None:
+        if self.meet is not None:
+            self.meet()
+        self.bring()
+        if self.meet is not None:
+            self.meet()
+        self.compute()
+
+
+def bringer(fabric: Fabric, beside: Beside) -> Bringing | None:
     """What gathers the rows that `beside` needs, made ready. Collective at first; None as in `exchange`."""
-    wanted = beside.gathers if beside is not None else None
+    wanted = beside.gathers
     if wanted is None:
-        return lambda: None
-    whole = wanted.whole.view(-1)
-    found = exchange(fabric, "all_gather", whole, [rows * wanted.whole.shape[1] for rows in wanted.rows])
+        return Bringing(lambda: None, beside.compute)
+    columns = wanted.shard.shape[1]
+    if fabric.together and sum(wanted.rows) * columns * wanted.shard.element_size() >= LARGE:
+        return _at_home(fabric, wanted)
+    found = exchange(fabric, "all_gather", wanted.shard, [rows * columns for rows in wanted.rows])
     if found is None:
         return None
 
     def bring() -> None:
         found.given.view(wanted.shard.shape).copy_(wanted.shard)
         found.move()
-        whole.copy_(found.taken)
+
+    def compute() -> None:
+        wanted.use(found.taken.view(-1, columns))
         found.over()
 
-    return bring
+    return Bringing(bring, compute)
+
+
+def _at_home(fabric: Fabric, wanted: Gathers) -> Bringing | None:
+    """Rows of all ranks in the memory of one of them, which all share."""
+    shard, total = wanted.shard, sum(wanted.rows) * wanted.shard.shape[1]
+    try:
+        held = fabric.workspace("rows at home", total * shard.element_size()).as_type(shard.dtype)
+    except WorkspaceTooSmall:
+        return None
+    meet, whole = fabric.meeting(), held.peer(HOME)[:total].view(-1, shard.shape[1])
+    fabric.follow(_SHARED)
+
+    def bring() -> None:
+        first = sum(wanted.rows[: fabric.group.rank])
+        whole[first : first + len(shard)] = shard
+
+    def compute() -> None:
+        wanted.use(whole)
+        fabric.enqueued(_SHARED)
+
+    return Bringing(bring, compute, meet)

@@ -39,9 +39,7 @@ def common_table(shards: tuple[int, ...], n: int, plan: Plan, broadcast: bool) -
     """
     assert plan.tile is not None
     grid = TileGrid(sum(shards), n, *plan.tile, shards)
-    shard = grid.bands[:, 2]
-    within = np.arange(len(shard)) - np.cumsum([0, *grid.band_counts])[shard]
-    return fused.scattered(grid, *fused.walked(np.lexsort((shard, within)), plan, grid.columns), broadcast)
+    return fused.scattered(grid, *fused.walked(fused.in_common(grid), plan, grid.columns), broadcast)
 
 
 @lru_cache(16)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import fused
-from .fused import arrival_of, awaited, grid_of, walked
+from .fused import arrival_of, awaited, grid_of, in_common, walked
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .tiles import Integers
 
 BANDS = 2  # of a rank at least, from which on some CTAs bring rows beside the others
-AT_ONCE_BANDS = 2  # of a rank at most, up to which all bringing first may be worth a trial
+AT_ONCE_BANDS = 16  # of a rank at most, up to which all bringing first may be worth a trial
 SPLITS = (2, 4, 8)  # parts that K of the last tiles may be cut into
 
 
@@ -84,14 +84,15 @@ def _alike(shards: tuple[int, ...], plan: Plan) -> bool:
 
 
 @lru_cache(256)
-def table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
-    """`fused.gather_table` in which all own tiles come first, in groups of their own; or (at once) wait like others."""
+def table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, apart: bool = True) -> Integers:
+    """`fused.gather_table` in which all own tiles come first, in groups of their own; or (at once) wait like others,
+    in an order that all ranks share, so that they find each other's rows in the cache.
+    """
     grid = grid_of(shards, n, plan)
-    arrival = arrival_of(grid, rank)
     if _alike(shards, plan):
-        bands, columns = walked(arrival, plan, grid.columns)
-        return awaited(grid, bands, columns, plan, rank, own_too=True)
-    own = grid.band_counts[rank]
+        bands, columns = walked(in_common(grid), plan, grid.columns)
+        return awaited(grid, bands, columns, plan.pull and apart, rank, own_too=True)
+    arrival, own = arrival_of(grid, rank), grid.band_counts[rank]
     walks = [walked(which, plan, grid.columns) for which in (arrival[:own], arrival[own:])]
     bands, columns = (np.concatenate(one) for one in zip(*walks, strict=True))
-    return awaited(grid, bands, columns, plan, rank)
+    return awaited(grid, bands, columns, plan.pull and apart, rank)

@@ -42,6 +42,7 @@ an H200, four ranks, M 4096, N 8192, K 4096, 8.8 and 6.0 ms instead of 2.8 and 2
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
 _SPARE = 1  # SM that a fused call leaves to kernels of others
 _APART = 33  # SMs of a fused call of which one sums or brings rows beside the others: measured on four ranks of a 132
+_UNCROWDED = 4  # ranks that share a GPU and its cache without loss
 _AT_ONCE_ROWS = 64  # of all ranks together: few rows that each rank sends to all
 
 
@@ -70,8 +71,19 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
     if problem.device == "cuda" and problem.operator == "all_gather_matmul":
         forms = gather_forms(problem, lane)
         wanted = ("beside", "at once", "before") if problem.together else ("before",)
+        if _crowded(problem):
+            wanted = ("at once", *wanted)
         return next(forms[one] for one in wanted if one in forms)
     return _fused(problem, lane)
+
+
+def _crowded(problem: Problem) -> bool:
+    """Whether so many ranks share a GPU that each has few SMs, and their products no longer find room in its cache
+    unless all ranks read the same rows at the same time and CTAs keep in step. On an H200, eight ranks, gathers of
+    K 8192 and 12288 took 422 to 12319 us in an order that all share, and up to 4 % less in step, but for one 1 % more;
+    500 to 23261 with own rows first. Sums that nobody makes beside the products took 2 to 24 % less; in step, more.
+    """
+    return problem.together and problem.ranks > _UNCROWDED
 
 
 def gather_forms(problem: Problem, lane: str) -> dict[str, Plan]:
@@ -85,13 +97,16 @@ def gather_forms(problem: Problem, lane: str) -> dict[str, Plan]:
     found = {"before": before}
     if not problem.bulk:
         return found
-    every, active = problem.multiprocessors, max(1, problem.multiprocessors - _SPARE)
+    every = problem.multiprocessors
     bands = _usual_bands(problem, before.tile[0])
     if min(problem.shards) >= brought.BANDS * before.tile[0]:
         found["beside"] = replace(before, order="rotated", share=Share(every, _apart(every)))
     if before.pull and bands <= brought.AT_ONCE_BANDS:
-        piece = fused.piece_of(problem.k, bands, active)
-        found["at once"] = replace(before, order="rotated", share=Share(active, active), piece=piece)
+        whole = every // before.group_bands * before.group_bands or every  # a wave is a whole block of tiles
+        piece = fused.piece_of(problem.k, bands, whole)
+        found["at once"] = replace(before, order="rotated", share=Share(whole, whole), piece=piece)
+    if _crowded(problem):
+        found |= {name: replace(found[name], in_step=True) for name in ("beside", "at once") if name in found}
     return found
 
 
@@ -130,20 +145,24 @@ def _fused(problem: Problem, lane: str) -> Plan:
     if problem.device == "cuda" and problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
         few = _few_rows(problem)
         tile = few.pop("tile")
-    piece, share, bands, loaders = 1024, Share(), 1, 0
+    piece, share, bands = 1024, Share(), 1
+    loaders: int | None = 0
     pull = problem.operator == "all_gather_matmul" and problem.device == "cuda" and problem.together
+    sums = problem.operator in ("matmul_reduce_scatter", "matmul_all_reduce")
+    scatters = sums and problem.device == "cuda" and not few
     if problem.device == "cuda":  # an SM stays free where ranks wait for each other: other kernels must not
-        scatters = problem.operator in ("matmul_reduce_scatter", "matmul_all_reduce") and not few
         active = max(1, problem.multiprocessors - (0 if scatters else _SPARE))
         bands = _usual_bands(problem, tile[0])
         waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
-        if scatters:
+        if scatters and _crowded(problem):
+            loaders = None  # one of so few would be missed: all of them sum in the end
+        elif scatters:
             loaders = _apart(active)
         else:
             loaders = _loaders(active, 2 if pull else problem.ranks, bands) if waits else min(active, _MOVING)
         share = Share(active, loaders)
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
-        piece = fused.piece_of(problem.k, bands, loaders if problem.bulk else 0)  # narrow ones spill in plain kernels
+        piece = fused.piece_of(problem.k, bands, loaders or 0 if problem.bulk else 0)  # narrow ones spill without TMA
     return Plan(
         "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem),
         piece=piece, pull=pull, **few,

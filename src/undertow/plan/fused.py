@@ -280,12 +280,12 @@ def rotated_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Int
 
 
 @lru_cache(256)
-def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
+def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, apart: bool = True) -> Integers:
     """[tiles, 8]: what the gather kernel of `rank` reads at each position: own tiles first, then as rows arrive.
 
     As `reorder.tile_table`, natural layout, with the band's line in place of the parcel; the rows of own tiles count
     from the beginning of x, and their line is OWN. Where they are pulled, all rows count from the beginning of their
-    shard, and its rank stands last.
+    shard, and its rank stands last; unless (not `apart`) those of all ranks lie in one place.
     """
     grid = grid_of(shards, n, plan)
     arrival, shard = arrival_of(grid, rank), grid.bands[:, 2]
@@ -295,7 +295,7 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Inte
         own = np.flatnonzero(shard[bands] == rank)
         order = np.concatenate([own[:early], np.delete(np.arange(len(bands)), own[:early])])
         bands, columns = bands[order], columns[order]
-    return awaited(grid, bands, columns, plan, rank)
+    return awaited(grid, bands, columns, plan.pull and apart, rank)
 
 
 def arrival_of(grid: TileGrid, rank: int) -> Integers:
@@ -306,16 +306,23 @@ def arrival_of(grid: TileGrid, rank: int) -> Integers:
     return np.lexsort((distance, within, distance > 0))
 
 
+def in_common(grid: TileGrid) -> Integers:
+    """Bands in an order that all ranks share: the first of each rank, the second of each, ..."""
+    shard = grid.bands[:, 2]
+    within = np.arange(len(shard)) - np.cumsum([0, *grid.band_counts])[shard]
+    return np.lexsort((shard, within))
+
+
 def awaited(
-    grid: TileGrid, bands: Integers, columns: Integers, plan: Plan, rank: int, own_too: bool = False
+    grid: TileGrid, bands: Integers, columns: Integers, apart: bool, rank: int, own_too: bool = False
 ) -> Integers:
-    """The table of a gather on a GPU: own tiles wait for nothing, unless these (pulled) come as the others do; pulled
-    rows count from their owner's first.
+    """The table of a gather on a GPU: own tiles wait for nothing, unless these (pulled) come as the others do; rows
+    that lie `apart`, with their owners, count from their owner's first.
     """
     shard = grid.bands[:, 2]
     own = (shard[bands] == rank) & (not own_too)
-    table = _gathered(grid, bands, columns, rank, np.where(own, OWN, bands))
-    if plan.pull:
+    table = _gathered(grid, bands, columns, -1 if own_too else rank, np.where(own, OWN, bands))
+    if apart:
         table = table.copy()
         table[:, ROW] = grid.bands[bands, 0] - np.array(grid.shard_rows, dtype=np.int64)[shard[bands]]
         table[:, SOURCE] = shard[bands]
@@ -344,12 +351,12 @@ def early_tiles(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> int:
 
 
 @lru_cache(256)
-def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
+def push_table(shards: tuple[int, ...], plan: Plan, rank: int, home: int | None = None) -> Integers:
     """[bands, 8]: what `rank` pushes to all others: row and rows of x; the rank that is stored to first; row and line
     there; to how many it is stored, downwards and round; the first rank that is told, and how many are.
 
     All are told, as that is one range of ranks: words of own bands are waited for only where own tiles read them where
-    all do. What others pull is stored to this rank alone.
+    all do. What others pull is stored to this rank alone, or to the rank `home` for all.
     """
     grid, ranks = grid_of(shards, 1, plan), len(shards)
     mine = grid.bands[grid.bands[:, 2] == rank]
@@ -359,7 +366,9 @@ def push_table(shards: tuple[int, ...], plan: Plan, rank: int) -> Integers:
         table[:, 2], table[:, 3] = (rank - 1) % ranks, mine[:, 0]
         table[:, 4] = first_line(shards, plan, rank) + np.arange(len(mine))
         table[:, 5], table[:, 7] = ranks - 1, ranks
-        if plan.pull:
+        if home is not None:
+            table[:, 2], table[:, 5] = home, 1
+        elif plan.pull:
             table[:, 2], table[:, 3], table[:, 5] = rank, table[:, 0], 1
     table.flags.writeable = False
     return table

@@ -31,7 +31,7 @@ EMBEDDING, SLICES = "embedding_all_to_all", "slices"
 """The operator that has no product, and the order of its plans; `bags.py` says what it is."""
 ORDERS = (*OPERATORS.values(), SLICES)
 OWNERS = ("rows", "columns")
-_FUSED_FIELDS = {"piece": 1024, "split": 0, "owners": "rows", "ahead": 0, "pull": False}
+_FUSED_FIELDS = {"piece": 1024, "split": 0, "owners": "rows", "ahead": 0, "pull": False, "in_step": False}
 """What only fused plans have, and what it is elsewhere."""
 
 
@@ -69,7 +69,8 @@ class Plan:
     `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before the launch in front of it has
     ended, 0: it begins after that. A rank's own tiles come last where they wait for the others' (`fused.own_last`);
     elsewhere `order`, and `layout`, are "natural".
-    `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here.
+    `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here. `in_step`:
+    CTAs of a GPU that multiply tiles wait for each other after each, so that they find what they read in its cache.
 
     Of embedding_all_to_all (`bags.py`), whose order is "slices", parcels are rows of the batch in every grain, cut by
     fraction: parcel k of a destination is a slice. `tile` is (bags of a block, columns) and `group_bands` how many rows
@@ -95,6 +96,7 @@ class Plan:
     owners: str = "rows"
     ahead: int = 0
     pull: bool = False
+    in_step: bool = False
 
     @property
     def name(self) -> str:
@@ -165,6 +167,7 @@ class Plan:
             ("owners", self.owners, f"one of {', '.join(OWNERS)}", self.owners in OWNERS),
             ("ahead", self.ahead, "at least 0", _whole(self.ahead, 0)),
             ("pull", self.pull, "true or false", isinstance(self.pull, bool)),
+            ("in_step", self.in_step, "true or false", isinstance(self.in_step, bool)),
             *self._of_its_grain(),
             ("order", self.order, f"one of {', '.join(ORDERS)}", self.order in ORDERS),
             ("layout", self.layout, f"one of {', '.join(LAYOUTS)}", self.layout in LAYOUTS),
@@ -296,6 +299,12 @@ class Plan:
                 self.pull,
                 "false unless rows are gathered by ranks that share one GPU",
                 not self.pull or (gathers and problem.together),
+            ),
+            (
+                "in_step",
+                self.in_step,
+                "false unless rows are brought by CTAs that do not multiply meanwhile",
+                not self.in_step or fused.brought(problem, self),
             ),
             # What no fused kernel reads must not seem to be chosen.
             (
