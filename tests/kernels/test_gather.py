@@ -98,10 +98,10 @@ def test_who_keeps_in_step_waits_for_a_while_only() -> None:
     """One CTA of a rank that fell out would hold up the others for ever: looks are counted, and end the loop."""
     kernel = brought(in_step=True, ranks=8)
     loops = re.findall(r"AGAIN\w*:(.*?)@late bra AGAIN", kernel.ptx, re.DOTALL)
-    assert len(loops) == 2  # in each main loop
+    assert len(loops) >= 2  # in each main loop
     for loop in loops:
         assert re.search(r"sub\.u32 looks, looks, 1;.*setp\.ne\.and\.u32 late, looks, 0, late;", loop, re.DOTALL)
-    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.s32", kernel.ptx)) == 2
+    assert len(re.findall(r"red\.relaxed\.gpu\.global\.add\.s32", kernel.ptx)) == len(loops)
     assert "red.relaxed" not in brought(ranks=8).ptx
 
 
