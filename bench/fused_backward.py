@@ -18,7 +18,7 @@ import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
 from undertow.ops import all_gather_matmul, library, matmul_reduce_scatter
-from undertow.ops.beside import Arriving, gathered_again, multiplied
+from undertow.ops.beside import Arriving, gathered_again
 from undertow.ops.differentiable import name_of
 from undertow.ops.finish import Finish
 from undertow.ops.operands import like_weight
@@ -56,7 +56,7 @@ def column(bench: Bench, m: int, k: int, n: int) -> Made:
 
         def fused(_: int, plan: Plan = plan) -> tuple[torch.Tensor, ...]:
             made, weight = torch.empty(shard, k, device=device, dtype=BF16), like_weight(w)
-            beside = gathered_again(x, [shard] * size, rank, lambda rows: multiplied(rows, dz, weight))
+            beside = gathered_again(x, [shard] * size, rank, dz, weight)
             finish, lane = Finish(None, "none"), bench.fabric.lane("peer")
             matmul_reduce_scatter.run(dz, w.t(), made, problem, plan, finish, bench.fabric, lane, beside=beside)
             return made, weight

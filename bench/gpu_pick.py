@@ -124,7 +124,7 @@ class Bench:
         y = torch.empty(m, N, device=device, dtype=torch.bfloat16)
         problem = Problem.of(
             operator, m, N, k, dtype="bfloat16", ranks=group.size, device="cuda",
-            multiprocessors=group.fabric.multiprocessors,
+            multiprocessors=group.fabric.multiprocessors, together=group.fabric.together,
         )  # fmt: skip
         rows = m // group.size if operator == "matmul_reduce_scatter" else m
         out = torch.empty(rows, N, device=device, dtype=y.dtype)

@@ -20,6 +20,7 @@ def scatter_plans(group: ut.Group, m: int, n: int, k: int, shards: list[int] | N
     problem = Problem.of(
         "matmul_reduce_scatter", m, n, k, dtype="bfloat16", ranks=group.size, device="cuda",
         multiprocessors=group.fabric.multiprocessors, shards=shards, bulk=group.fabric.bulk_copies,
+        together=group.fabric.together,
     )  # fmt: skip
     beside, active = fused_plan(problem, "peer"), max(1, group.fabric.multiprocessors - 1)
     return beside, replace(beside, order="rotated", share=Share(active), tile=chain.TILE, group_bands=3)

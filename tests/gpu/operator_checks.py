@@ -308,16 +308,17 @@ def rows_are_brought_while_own_tiles_are_multiplied(group: ut.Group) -> None:
 
 @check
 def few_rows_are_brought_by_all_at_once(group: ut.Group) -> None:
-    """In tiles of both widths and with K of the last ones cut, all of them or some; K of one step and of many. A rank
-    with odd columns has the other kernel, and compiles it when the others have theirs."""
+    """In tiles of both widths and with K of the last ones cut, all of them or some; K of one step and of many; in step
+    and not. A rank with odd columns has the other kernel, and compiles it when the others have theirs."""
     rows = [70 + 90 * rank for rank in range(group.size)]
     for inner, columns in ((1032, 232), (64, 2248)):
         problem = gathering(group, rows, inner, columns)[2]
         active = max(1, group.fabric.multiprocessors - 1)
         usual = replace(fused_plan(problem, "peer"), order="rotated", share=Share(active, active))
         plans = [replace(usual, tile=tile, piece=256) for tile in (fused.GPU_TILES[0], fused.NARROW_TILE)]
-        plans.append(replace(plans[0], split=brought.split_of(problem.grid(plans[0]).tiles, active)))
-        assert plans[2].split > 0
+        parts = brought.split_of(problem.grid(plans[0]).tiles, active)
+        assert parts > 0 or group.size > 4
+        plans.append(replace(plans[0], split=parts, in_step=not plans[0].in_step))
         assert all(fused.at_once(plan) for plan in plans)
         gather_in_a_row(group, rows, inner, columns, plans)
         gather_in_a_row(group, rows, inner, columns - 3 * (group.rank == 1), plans)

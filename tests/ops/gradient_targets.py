@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 import undertow as ut
+from undertow import errors
 from undertow.collective.algorithms import LIBRARY
 from undertow.fabric import timeline
 from undertow.ops import all_gather_matmul as gather
@@ -196,6 +197,18 @@ def exact(part: float, seed: int) -> int:
             verify(group, name, strategy, shape, dtype)
             count += 1
     return count
+
+
+def different_gradients() -> str:
+    """The first rank wants the gradient of its weight, for which x is gathered, the others do not."""
+    group = ut.init()
+    x, w = torch.ones(4, 8, requires_grad=True), torch.ones(8, 6, requires_grad=group.rank == 0)
+    y = ut.all_gather_matmul(x, w, group=group, strategy="serial:peer")
+    try:
+        y.sum().backward()
+    except errors.MismatchedCall as error:
+        return str(error)
+    return "nobody noticed"
 
 
 def some_gradients_only() -> bool:

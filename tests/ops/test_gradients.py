@@ -27,6 +27,11 @@ def test_gradients_that_nobody_asks_for() -> None:
     assert ut.launch(targets.some_gradients_only, 2, device="cpu") == [True, True]
 
 
+def test_ranks_that_want_different_gradients_are_told_so() -> None:
+    for said in ut.launch(targets.different_gradients, 2, device="cpu", deadline=20):
+        assert "rows gathered for a weight's gradient" in said
+
+
 def test_residuals_plans_and_programs() -> None:
     assert ut.launch(targets.residual_and_options, 2, device="cpu") == [True, True]
 

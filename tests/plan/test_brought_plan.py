@@ -10,7 +10,7 @@ from test_fused_plan import MACHINE, SHARDS, plan_of, problem
 
 from undertow.errors import InvalidArgument
 from undertow.plan import brought, fused
-from undertow.plan.defaults import fused_plan
+from undertow.plan.defaults import fused_plan, gather_forms
 from undertow.plan.plan import Plan, Share
 from undertow.plan.predict import predict
 from undertow.plan.search import fused_plans, ranked
@@ -99,6 +99,19 @@ def test_few_rows_are_brought_by_all_and_tried_where_waves_are_fuller(
     other = problem("matmul_reduce_scatter")
     with pytest.raises(InvalidArgument, match=r"plan\.tile"):
         replace(fused_plan(other, "peer"), tile=fused.NARROW_TILE).check(other)
+
+
+@pytest.mark.parametrize(("ranks", "every", "wanted"), [
+    (4, 33, 32), (4, 24, 23), (2, 66, 64), (4, 7, 6), (4, 1, 1), (8, 16, 16), (6, 22, 22), (8, 14, 14), (5, 26, 24),
+])  # fmt: skip
+def test_ctas_that_bring_at_once_are_whole_blocks_unless_too_many_were_idle(
+    ranks: int, every: int, wanted: int
+) -> None:
+    """And leave an SM free, unless each of many ranks has few of them."""
+    asked = problem("all_gather_matmul", m=128 * ranks, ranks=ranks, shards=(128,) * ranks, together=True)
+    plan = gather_forms(replace(asked, multiprocessors=every), "peer")["at once"]
+    assert plan.share == Share(wanted, wanted)
+    assert fused.at_once(plan)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2, 15, 32, 132])

@@ -41,7 +41,7 @@ def test_candidates_fit_and_are_at_most_48(operator: str) -> None:
 def test_a_run_where_predictions_are_nearly_right(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(3)
     asked: list[Any] = []
-    fabric = types.SimpleNamespace(multiprocessors=32)
+    fabric = types.SimpleNamespace(multiprocessors=32, together=False)
     group = types.SimpleNamespace(
         size=4, rank=0, device=torch.device("cpu"), fabric=fabric, exchange=lambda value, what: [value] * 4
     )

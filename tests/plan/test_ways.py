@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from test_fused_plan import problem
 
 from undertow.plan.defaults import default_plan, fused_plan
@@ -28,5 +26,10 @@ def test_how_rows_are_brought_and_sums_are_made_is_told() -> None:
     assert way(many.operator, default_plan(many, "serial", "peer")) == ""
     on_cpu = problem("all_gather_matmul", device="cpu")
     assert way(many.operator, fused_plan(on_cpu, "peer")) == ""
-    left_open = fused_plan(scatters, "peer")
-    assert way(scatters.operator, replace(left_open, share=replace(left_open.share, communication_ctas=None))) == ""
+    crowded = [
+        problem(one, m=2048, ranks=8, shards=(256,) * 8, together=True) for one in (scatters.operator, many.operator)
+    ]
+    assert [way(one.operator, fused_plan(one, "peer")) for one in crowded] == [
+        "sums made by 33 CTAs behind all products",
+        "rows pulled, brought by all 32 CTAs before they multiply, in step",
+    ]

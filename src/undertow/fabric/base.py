@@ -230,11 +230,16 @@ class Fabric(ABC):
         """What every rank calls before a kernel whose CTAs wait for other ranks' (`gate.py`). Collective at first."""
         return _pass
 
-    def meeting(self) -> Callable[[], None]:
+    def meeting(self, name: str) -> Callable[[], None]:
         """What every rank calls where memory that others may still read, in their calls before, is written next: who is
-        through it comes after all that any rank enqueued before its own. Collective at first.
+        through it comes after all that stood before it, on any rank, on the streams it was called on. Collective at
+        the first of that name; made ready for the current stream.
         """
         return _pass  # on a CPU calls are over when they return
+
+    def poison_if_aborted(self, *made: torch.Tensor) -> None:
+        """What a call makes beside its output is poisoned, too, if the call was aborted."""
+        return  # on a CPU a call that is aborted raises
 
     def follow(self, what: str) -> None:
         """The current stream's next call that shares `what` comes after the last one, wherever that was."""

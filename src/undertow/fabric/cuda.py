@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import errors, settings
+from ..kernels.poison import poison_if_aborted
 from . import atomics, green, sharers, stream_memory, torch_symmetric
 from .base import WORD_STRIDE, Fabric, Lane, Stream
 from .gate import Gate
@@ -44,7 +45,7 @@ class CudaFabric(Fabric):
         self._streams: dict[tuple[str, int], CudaStream] = {}
         self._flags: list[CudaSignals] = []
         self._joined: list[Joined] = []
-        self._gate: Gate | None = None
+        self._gates: dict[str, Gate] = {}
         self._turns: dict[str, Turns] = {}
         properties = torch.cuda.get_device_properties(self.device)
         mine = sharers.seat(str(properties.uuid), int(properties.multi_processor_count), dist.get_world_size())
@@ -187,13 +188,18 @@ class CudaFabric(Fabric):
         return StagedLane(self) if self._no_peers or self.shares_device else CopyLane(self)
 
     def gate(self) -> Callable[[], None]:
-        return self.meeting() if self._gated else super().gate()
+        return self.meeting("gate") if self._gated else super().gate()
 
-    def meeting(self) -> Callable[[], None]:
+    def meeting(self, name: str) -> Callable[[], None]:
         with self._lock:
-            if self._gate is None:
-                self._gate = Gate(self)
-            return self._gate
+            if name not in self._gates:
+                self._gates[name] = Gate(self, name)
+        self._gates[name].follow()  # what is refused must not be refused half-way
+        return self._gates[name]
+
+    def poison_if_aborted(self, *made: torch.Tensor) -> None:
+        for one in made:
+            poison_if_aborted(one if one.is_contiguous() else one.mT, self.guard.abort)
 
     def follow(self, what: str) -> None:
         with self._lock:

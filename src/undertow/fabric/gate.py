@@ -9,8 +9,9 @@ SMs of one cluster (cuBLAS takes up to 8), and finds only single ones between th
 deadline. So each rank first launches one CTA that waits for all others. `UNDERTOW_GATE=off` leaves it out, to measure
 kernels as they are on GPUs of their own. Ranks that share a GPU and cannot reach each other's memory have no gate.
 
-The same meeting lets ranks use one memory for call after call where addresses must not change (`Fabric.meeting`): who
-is through it overwrites what others read before they came to it.
+The same meeting lets ranks use one memory for call after call where addresses must not change (`Fabric.meeting`), on
+any node and whatever UNDERTOW_GATE says: who is through it overwrites what others read before they came to it. Each use
+has a gate of its own: ranks that come to different ones wait until the deadline, and nobody takes one for the other.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Gate:
     It counts on the device, so captured calls are replayed; calls on several streams come one after the other.
     """
 
-    def __init__(self, fabric: CudaFabric) -> None:
+    def __init__(self, fabric: CudaFabric, name: str) -> None:
         group = fabric.group
-        self._fabric, self._signals = fabric, fabric.signals(group.size)
+        self._fabric, self._name, self._signals = fabric, name, fabric.signals(group.size)
         here, ranks = group.rank, range(group.size)
         addresses = [self._signals.address(one, here) for one in ranks]
         addresses += [self._signals.address(here, one) for one in ranks]
@@ -43,9 +44,13 @@ class Gate:
         group.barrier()
 
     def __call__(self) -> None:
-        self._fabric.follow("gate")
+        self.follow()
         self._launch(self._fabric.group.size)
-        self._fabric.enqueued("gate")
+        self._fabric.enqueued(self._name)
+
+    def follow(self) -> None:
+        """The current stream comes after the last call. Refused on a second stream of one capture."""
+        self._fabric.follow(self._name)
 
     def _launch(self, ranks: int) -> None:
         from ..kernels.gate import gate_kernel

@@ -16,8 +16,8 @@ end of a tile, for the one that the CTA computes `early` tiles later, and before
 loads of at most STAGES steps under way, `early` = 1 + ceil(STAGES / steps of a tile) is enough: what is waited for at
 the end of tile t is loaded no earlier than STAGES steps before the first of tile t + early, which is in tile t + 1.
 
-Tables as in `fused_gather`, own tiles first: `own` of the `tiles` of `table` are. There may be none of them (PULL):
-then all CTAs bring rows first, and tiles of own rows read them where the others read them, too.
+Tables as in `fused_gather`, own tiles first: `own` of the `tiles` of `table` are. There may be none of them, where all
+ranks read the same rows: then all CTAs bring rows first, and tiles of own rows read them where the others do, too.
 
 Nobody waits for ever: words are waited for by CTAs of a rank all of whose parts have been taken, each by a CTA that
 brings it without waiting. Buffers, words and the count of parts taken are used in turn by two calls, as there.
@@ -78,8 +78,7 @@ def fused_brought_kernel(
     wide, apart = inner // 8 * 8, stride // 8 * 8  # they are so already: it tells the compiler
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
-        if IN_STEP:
-            tl.store(taken + (1 - turn) * LINE + 1, 0)
+        tl.store(taken + (1 - turn) * LINE + 1, 0)  # of calls in step, which may come after others
     steps = tl.cdiv(inner, BLOCK_K)
     if SPLIT:
         tiles -= last

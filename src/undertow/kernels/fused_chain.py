@@ -31,7 +31,8 @@ had to begin that call: nobody still reads the slots of call n. (Every rank must
 
 Memory ordering. Stages of factors, and the product, are handed over and back by barriers in shared memory, each
 arrived at by one thread behind a barrier of its role's own warps. What comes by bulk copies is read by wgmma alone. A
-tile's word is released at system scope by one thread, behind a barrier of the two warps that follows all their stores.
+tile's word is released at system scope by one thread, behind a barrier of the two warps that follows all their stores;
+and with it what the rank's stream had stored before this launch, and what it acquired (`ops/fused.py` relies on both).
 The next rank's two warps acquire it at system scope, each thread for itself, before they load the slot with ordinary
 loads. After a wait that failed the CTA tells nobody. Epochs are this rank's own: one for each CTA, read and advanced by
 it alone.

@@ -22,7 +22,9 @@ the parcel, less than zero for own tiles, and the expert, or (PULL) whose rows t
 Buffers and words are used in turn by two calls. A rank that is in call n + 2 of all_gather_matmul has seen the end of
 call n + 1, which needed rows that every other rank sent after its own call n: nobody still reads the rows of call n,
 nor sets its words, whose writers change from call to call, as a line belongs to another rank in another shape. (Every
-rank must have a row for that.) Where a rank may have none for another, calls are announced (`turns.py`).
+rank must have a row for that.) Where a rank may have none for another, calls are announced (`turns.py`). Where rows
+stay for a gradient, `capacity` is 0 and calls use the same rows: all ranks meet before each (`Fabric.meeting`). Where
+ranks share a GPU the table of pushes then sends them to one rank, whose rows all read as their own (not PULL).
 
 Memory ordering. A word is released at system scope behind a CTA barrier that follows the stores of its part (`tell`),
 and acquired at system scope by the CTA that needs it; a proxy fence orders that before its TMA loads. All words of a
@@ -111,6 +113,7 @@ def fused_gather_kernel(
     wide, apart = inner // 8 * 8, stride // 8 * 8  # they are so already: it tells the compiler
     if (program == 0) & (active > 0):
         tl.store(taken + (1 - turn) * LINE, 0)
+        tl.store(taken + (1 - turn) * LINE + 1, 0)  # the count of `fused_brought`, whose calls may follow
     if program < loaders:
         bring(x, pushes, program, tasks, loaders, bases, word_bases, turn_row, turn_line, wide, apart, epoch, parts,
               BLOCK_M, WIDTH, RANKS, False)  # fmt: skip

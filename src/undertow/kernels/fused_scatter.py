@@ -35,7 +35,8 @@ run while the next is issued (half as slow again on an H200).
 
 Memory ordering. The word of a tile is released behind a CTA barrier that follows the tile's ordinary stores, at system
 scope (`turns.tell`), or, JOINED, when both warps that issued bulk stores have completed them, at the scope of the GPU
-that all ranks share (`after_bulk_stores`). The owner acquires it at system scope, with a CTA barrier, before it loads
+that all ranks share (`after_bulk_stores`). So is all that the rank's stream had stored before this launch, on which
+backward passes rely (`ops/fused.py`). The owner acquires it at system scope, with a CTA barrier, before it loads
 slots with ordinary loads. A ready word is released at system scope behind a CTA barrier after the stores of the sum,
 and acquired before the copy. The count of jobs taken is relaxed: it carries nothing but the number; there are two, for
 calls of even and of odd numbers, and each call clears the other one, which nobody uses before the next call on the

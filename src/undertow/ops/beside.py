@@ -60,6 +60,11 @@ class Arriving:
         if self._wants_bias:
             self._summed = self.bias
 
+    @property
+    def made(self) -> list[torch.Tensor]:
+        """What has been computed, to be poisoned where the rows were not right."""
+        return [one for one in (self._total, self._summed) if one is not None]
+
     def add(self, rows: Sequence[tuple[int, int]]) -> None:
         """Rows (first, count) of z are here."""
         if list(rows) == [(0, self._z.shape[0])] and not self._experts:  # all at once: nothing is to be added up
@@ -115,11 +120,12 @@ class Beside:
 
 @dataclass(frozen=True)
 class Gathers:
-    """`use(whole [M, K])`, the `shard`s [M_r, K] of all ranks, of `rows[r]` rows each."""
+    """`made` is computed by `use(whole [M, K])`, the `shard`s [M_r, K] of all ranks, of `rows[r]` rows each."""
 
     shard: torch.Tensor
     rows: tuple[int, ...]
     use: Callable[[torch.Tensor], None]
+    made: torch.Tensor
 
 
 def multiplied(x: torch.Tensor, dz: torch.Tensor, dw: torch.Tensor) -> None:
@@ -131,22 +137,27 @@ def multiplied(x: torch.Tensor, dz: torch.Tensor, dw: torch.Tensor) -> None:
             torch.mm(x.t(), dz, out=dw)
 
 
-def gathered_again(x: torch.Tensor, counts: Sequence[int], rank: int, use: Callable[[torch.Tensor], None]) -> Beside:
-    """`use(all rows)` of the x [M_r, K] of all ranks: kept as shards, gathered when the gradient needs them."""
+def gathered_again(x: torch.Tensor, counts: Sequence[int], rank: int, dz: torch.Tensor, dw: torch.Tensor) -> Beside:
+    """dw [K, N] = x^T @ dz [M, N] of the x [M_r, K] of all ranks: kept as shards, gathered when dw needs them."""
     firsts = [sum(counts[:source]) for source in range(len(counts))]
-    whole = x.new_empty(sum(counts), x.shape[1])
-    own = whole[firsts[rank] : firsts[rank] + counts[rank]]
     pieces = [split(count, _PARCELS) for count in counts]
+    brought: list[torch.Tensor] = []
 
-    def part(source: int, parcel: int) -> torch.Tensor:
-        start, stop = pieces[source][parcel]
-        return whole[firsts[source] + start : firsts[source] + stop].view(-1)
+    def use(whole: torch.Tensor) -> None:
+        multiplied(whole, dz, dw)
 
     def bring(carrier: Carrier) -> None:
-        own.copy_(x)
+        whole = x.new_empty(sum(counts), x.shape[1])
+
+        def part(source: int, parcel: int) -> torch.Tensor:
+            start, stop = pieces[source][parcel]
+            return whole[firsts[source] + start : firsts[source] + stop].view(-1)
+
+        whole[firsts[rank] : firsts[rank] + counts[rank]] = x
         for parcel in range(_PARCELS):
             carrier.send(parcel, [part(rank, parcel)] * len(counts))
             carrier.receive(parcel, [part(source, parcel) for source in range(len(counts))])
+        brought.append(whole)
 
     longest = max(stop - start for cuts in pieces for start, stop in cuts) * x.shape[1]
-    return Beside(lambda: use(whole), bring, longest, Gathers(x, tuple(counts), use))
+    return Beside(lambda: use(brought.pop()), bring, longest, Gathers(x, tuple(counts), use, dw))

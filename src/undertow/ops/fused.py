@@ -1,8 +1,8 @@
 """The fused grain: which executor runs it, and what it does with the options of the operators.
 
 Bias and activation are taken with the tile that is complete, a norm in the end. What a gradient wants computed beside
-is computed before (`beside`), or from the rows that have arrived (`arriving`): a fused call has no lane that could
-carry anything beside it, and its one kernel holds all SMs.
+is computed before (`beside`; behind it, where all ranks meet once for both), or from the rows that have arrived
+(`arriving`): a fused call has no lane that could carry anything beside it, and its one kernel holds all SMs.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run(
             call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     also = bringer(fabric, beside) if beside is not None and has_collectives(fabric, lane) else None
     meet = also.meet if also is not None else None
-    gate = meet or (fabric.gate() if arriving is None else fabric.meeting())
+    gate = meet or (fabric.gate() if arriving is None else fabric.meeting("rows that stay"))
     with half_way(fabric.group):
         if also is not None and meet is None:
             also.at_once()
@@ -96,7 +96,9 @@ def run(
             beside.compute()
         gate()
         if also is not None and meet is not None:
-            # All have met, so nobody reads what others overwrite; and no call ends before all ranks are in it.
+            # All have met, so nobody reads what others overwrite. Rows that a rank stores are released by the words of
+            # its kernel's tiles, as that follows on its stream, and acquired by whoever waits for those: every rank,
+            # for all others (of sums that go from rank to rank, through the ranks between), before its kernel ends.
             also.bring()
             call()
             also.compute()

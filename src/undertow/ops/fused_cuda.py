@@ -51,7 +51,8 @@ def prepare(
         fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: fused_few.at_once, fused.OWNED: fused_few.owned,
     }  # fmt: skip
     form = fused.form(problem, plan)
-    make = makers[form] if arriving is None else partial(_gather, stays=True)
+    stays = arriving is not None and problem.ranks > 1
+    make = partial(_gather, stays=True) if stays else makers[form]
     stage, launch = make(x, w, y, problem, plan, finish, fabric)
     stage.follow(fabric.device)
 
@@ -59,7 +60,8 @@ def prepare(
         with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
             launch(stage.epochs, active(plan, fabric))
         if arriving is not None:
-            arriving.all_at_once(_gathered(x, problem, plan, stage, fabric.group.rank))
+            arriving.all_at_once(_gathered(x, problem, plan, stage, fabric.group.rank) if stays else x)
+            fabric.poison_if_aborted(*arriving.made)
         stage.enqueued(fabric.device)
         if finish.after is not None:
             finish.apply(y)
@@ -72,8 +74,6 @@ def prepare(
 def _gathered(x: torch.Tensor, problem: Problem, plan: Plan, stage: Stage, rank: int) -> torch.Tensor:
     """All rows [M, K] of a gather whose rows stay (`_gather`), own ones among them, until all ranks meet again. Where
     others' were pushed, own ones are copied beside them."""
-    if problem.ranks == 1:
-        return x
     whole = _stays_in(plan, stage)[: problem.m * problem.k].view(problem.m, problem.k)
     if not plan.pull:
         first = sum(problem.shards[:rank])
@@ -209,8 +209,7 @@ def _gather(
     lines = sum(-(-rows // block_m) for rows in problem.shards)
     # One for each K, so that rows of all calls have the same places in both halves.
     kind = "pulled" if plan.pull else "gather", x.dtype, k, stays
-    elements = -(-problem.m * k // 2) if stays else fused.stage_elements(problem, plan)
-    stage = stage_of(fabric, kind, elements, 2 * lines, x.dtype, unit=k)
+    stage = stage_of(fabric, kind, fused.stage_elements(problem, plan, stays), 2 * lines, x.dtype, unit=k)
     apart = plan.pull and not stays
     key = ("fused gather", problem.shards, n, plan.digest, rank, apart)
     # Columns are each rank's own: one whose result cannot be stored 16 bytes at a time has the other kernel.

@@ -35,9 +35,12 @@ class Stage(InOrder):
     """Memory of one kind of call: `data` holds two halves of `half` elements, for calls in turn; `words` what arrived.
 
     `epochs`: the number of calls, counted by every CTA, and how many CTAs left (`kernels/poison.py`, `leave_grid`);
-    `taken`: tiles or jobs that were, of either turn. `stream`: of the last call, after which `event` was recorded;
-    `captured`: of the last captured one. None: there was none.
+    `taken`: tiles or jobs that were, of either turn, and in the word behind it tiles of CTAs in step. `stream`: of the
+    last call, after which `event` was recorded; `captured`: of the last captured one. None: there was none.
     `joined`: all ranks' `data` side by side, where a kernel wanted it so.
+
+    Rows that stay for a gradient lie in both halves as one memory: calls do not use it in turn, but all ranks meet
+    before each (`Fabric.meeting`).
     """
 
     data: SymmetricBuffer

@@ -218,15 +218,11 @@ def all_gather_matmul_backward(
     on = named(group)
     counts = row_counts(rows, x.shape[0], on)
     dw = like_weight(w) if wanted[1] else w.new_empty(0)
-
-    def weight(whole: Tensor) -> None:
-        multiplied(whole, dz, dw)
-
     if not wanted[0]:
         if wanted[1]:
-            weight(all_gather(x.contiguous(), rows=counts, group=on))
+            multiplied(all_gather(x.contiguous(), rows=counts, group=on), dz, dw)
         return x.new_empty(0), dw
-    beside = gathered_again(x, counts, on.rank, weight) if wanted[1] else None
+    beside = gathered_again(x, counts, on.rank, dz, dw) if wanted[1] else None
     options: dict[str, Any] = {"beside": beside, "alone": False}  # ranks may want different gradients
     return home.call(dz, w.t(), counts, None, "none", None, None, on, strategy, None, **options), dw
 

@@ -163,7 +163,9 @@ def run(
         if not compute:
             sums.given.copy_(y.view(-1))
         entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
-        multiply_and_move(fabric, entire, sums, finish, y, bringer(fabric, beside) if beside is not None else None)
+        also = bringer(fabric, beside) if beside is not None else None
+        assert (also is None) == (beside is None), "nothing is gathered for a sum that all ranks get"
+        multiply_and_move(fabric, entire, sums, finish, y, also)
         return
     rank, size = fabric.group.rank, fabric.group.size
     packed = plan.grain == "signaled" and plan.layout == "packed"

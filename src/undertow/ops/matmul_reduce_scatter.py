@@ -126,6 +126,8 @@ def call(
     after = After.of(residual, norm, y)
     cut = "" if rows is None else f" in {counts}"
     same_on_all = f"M {m}{cut}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}{after.text if after else ''}"
+    if beside is not None and beside.gathers is not None:  # on a rank without it, others would wait, or use old rows
+        same_on_all += ", rows gathered for a weight's gradient"
 
     def execute(chosen: Plan, lane: Lane) -> None:
         run(x, w, y, problem, chosen, Finish.of(bias, activation, chosen, after), on.fabric, lane, beside=beside)

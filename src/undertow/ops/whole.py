@@ -54,6 +54,7 @@ DEVICES = ("cuda",)
 """Where it is faster than parcels."""
 LARGE = 512 << 10
 """Bytes."""
+_AT_HOME = "rows at home"
 HOME = 0
 """The rank in whose memory rows of all ranks lie, where they share it."""
 _KEPT = object()  # name of what is kept with a fabric
@@ -212,8 +213,10 @@ def bringer(fabric: Fabric, beside: Beside) -> Bringing | None:
     wanted = beside.gathers
     if wanted is None:
         return Bringing(lambda: None, beside.compute)
-    columns = wanted.shard.shape[1]
-    if fabric.together and sum(wanted.rows) * columns * wanted.shard.element_size() >= LARGE:
+    total, columns = sum(wanted.rows), wanted.shard.shape[1]
+    if fabric.group.size == 1:
+        return Bringing(lambda: None, lambda: wanted.use(wanted.shard))
+    if fabric.together and total * columns * wanted.shard.element_size() >= LARGE:
         return _at_home(fabric, wanted)
     found = exchange(fabric, "all_gather", wanted.shard, [rows * columns for rows in wanted.rows])
     if found is None:
@@ -224,20 +227,23 @@ def bringer(fabric: Fabric, beside: Beside) -> Bringing | None:
         found.move()
 
     def compute() -> None:
-        wanted.use(found.taken.view(-1, columns))
+        wanted.use(found.taken.view(total, columns))
         found.over()
 
     return Bringing(bring, compute)
 
 
 def _at_home(fabric: Fabric, wanted: Gathers) -> Bringing | None:
-    """Rows of all ranks in the memory of one of them, which all share."""
+    """Rows of all ranks in the memory of one of them, which all share.
+
+    Nobody sees in the rows that a rank did not come to a meeting: what is computed from them is poisoned then.
+    """
     shard, total = wanted.shard, sum(wanted.rows) * wanted.shard.shape[1]
     try:
-        held = fabric.workspace("rows at home", total * shard.element_size()).as_type(shard.dtype)
+        held = fabric.workspace(_AT_HOME, total * shard.element_size()).as_type(shard.dtype)
     except WorkspaceTooSmall:
         return None
-    meet, whole = fabric.meeting(), held.peer(HOME)[:total].view(-1, shard.shape[1])
+    meet, whole = fabric.meeting(_AT_HOME), held.peer(HOME)[:total].view(-1, shard.shape[1])
     fabric.follow(_SHARED)
 
     def bring() -> None:
@@ -246,6 +252,7 @@ def _at_home(fabric: Fabric, wanted: Gathers) -> Bringing | None:
 
     def compute() -> None:
         wanted.use(whole)
+        fabric.poison_if_aborted(wanted.made)
         fabric.enqueued(_SHARED)
 
     return Bringing(bring, compute, meet)

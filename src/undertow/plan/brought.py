@@ -6,7 +6,9 @@ beside     some CTAs bring rows while the others multiply all own tiles, straigh
            Own tiles are groups of their own: weights are streamed once more than for groups that go on over the ends
            of shards, which takes less time than the tiles of two bands or more.
 at once    all CTAs bring rows, then all multiply (`fused.at_once`; pulled rows only): own rows are read where the
-           others read them, so groups go on over the ends of shards. For few rows, which take a part of a tile's time.
+           others read them, so groups go on over the ends of shards, in one order for all ranks, which find each
+           other's rows in the cache. For few rows, which take a part of a tile's time, and where so many ranks share
+           a GPU that its cache holds no more.
            Few rows are few tiles, too, and a last wave may leave most CTAs idle. There K of its tiles may be cut into
            `plan.split` parts, a CTA each, which all of them sum (`kernels/last_wave.py`).
 

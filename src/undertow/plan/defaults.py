@@ -65,8 +65,9 @@ def default_plan(problem: Problem, grain: str, lane: str, by_program: bool = Fal
 
 def fused_plan(problem: Problem, lane: str) -> Plan:
     """A fused plan. Pulled rows, of shards of two bands or more, are brought by a few of a GPU's CTAs beside those that
-    multiply, fewer rows by all CTAs at once; pushed ones, which nobody has measured so between GPUs, before they
-    multiply. On an H200, four ranks, M 512, K 8192 and 12288: 171, 557, 589, 719 us at once, 175, 626, 633, 787 before.
+    multiply, fewer rows, or those of more than four ranks, by all CTAs at once; pushed ones, which nobody has measured
+    so between GPUs, before they multiply. On an H200, four ranks, M 512, K 8192 and 12288: 171, 557, 589, 719 us at
+    once, 175, 626, 633, 787 before.
     """
     if problem.device == "cuda" and problem.operator == "all_gather_matmul":
         forms = gather_forms(problem, lane)
@@ -78,7 +79,7 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
 
 
 def _crowded(problem: Problem) -> bool:
-    """Whether so many ranks share a GPU that each has few SMs, and their products no longer find room in its cache
+    """Whether so many ranks of a group share a GPU that each has few SMs, and their products find no room in its cache
     unless all ranks read the same rows at the same time and CTAs keep in step. On an H200, eight ranks, gathers of
     K 8192 and 12288 took 422 to 12319 us in an order that all share, and up to 4 % less in step, but for one 1 % more;
     500 to 23261 with own rows first. Sums that nobody makes beside the products took 2 to 24 % less; in step, more.
@@ -90,7 +91,8 @@ def gather_forms(problem: Problem, lane: str) -> dict[str, Plan]:
     """The forms of a gather on a GPU that are worth trying, for the usual tile: rows brought before CTAs multiply,
     beside those that do, or by all of them at once (`brought.py`).
 
-    Those that bring rows beside others wait for nobody, and are over then: so they need no SM that stays free.
+    Those that bring rows beside others wait for nobody, and are over then: so they need no SM that stays free. Nor do
+    ranks of which each has few: they meet before such a call (`fabric/gate.py`), so nobody waits for a late one in it.
     """
     before = _fused(problem, lane)
     assert before.tile is not None
@@ -102,9 +104,11 @@ def gather_forms(problem: Problem, lane: str) -> dict[str, Plan]:
     if min(problem.shards) >= brought.BANDS * before.tile[0]:
         found["beside"] = replace(before, order="rotated", share=Share(every, _apart(every)))
     if before.pull and bands <= brought.AT_ONCE_BANDS:
-        whole = every // before.group_bands * before.group_bands or every  # a wave is a whole block of tiles
-        piece = fused.piece_of(problem.k, bands, whole)
-        found["at once"] = replace(before, order="rotated", share=Share(whole, whole), piece=piece)
+        active = every if _crowded(problem) else max(1, every - _SPARE)
+        whole = active // before.group_bands * before.group_bands  # a wave is then a whole block of tiles
+        active = whole if 10 * whole >= 9 * active else active
+        piece = fused.piece_of(problem.k, bands, active)
+        found["at once"] = replace(before, order="rotated", share=Share(active, active), piece=piece)
     if _crowded(problem):
         found |= {name: replace(found[name], in_step=True) for name in ("beside", "at once") if name in found}
     return found

@@ -177,8 +177,14 @@ def padded_rows(rows: tuple[int, ...], plan: Plan) -> int:
     return -(-max(rows) // plan.tile[0]) * plan.tile[0]
 
 
-def stage_elements(problem: Problem, plan: Plan) -> int:
-    """What one turn of a call needs of every rank's memory: a slot for each rank and sums, rows, or packets."""
+def stage_elements(problem: Problem, plan: Plan, stays: bool = False) -> int:
+    """What one turn of a call needs of every rank's memory: a slot for each rank and sums, rows, or packets.
+
+    `stays`: all gathered rows, in memory that both turns use. Pulled ones need it of one rank only, but memory is
+    symmetric.
+    """
+    if stays:
+        return -(-problem.m * problem.k // 2)
     if problem.operator == "all_gather_matmul":
         return (max(problem.shards) if plan.pull else problem.m) * problem.k
     if problem.operator == "matmul_all_to_all":  # as if the rank that sends most received most: who calls knows
@@ -300,17 +306,19 @@ def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, apart: 
 
 def arrival_of(grid: TileGrid, rank: int) -> Integers:
     """Bands in the order in which they arrive: own ones, the first of each other rank, the second, ..."""
-    shard = grid.bands[:, 2]
-    within = np.arange(len(shard)) - np.cumsum([0, *grid.band_counts])[shard]
-    distance = (shard - rank) % len(grid.shards)
-    return np.lexsort((distance, within, distance > 0))
+    distance = (grid.bands[:, 2] - rank) % len(grid.shards)
+    return np.lexsort((distance, _within(grid), distance > 0))
 
 
 def in_common(grid: TileGrid) -> Integers:
     """Bands in an order that all ranks share: the first of each rank, the second of each, ..."""
-    shard = grid.bands[:, 2]
-    within = np.arange(len(shard)) - np.cumsum([0, *grid.band_counts])[shard]
-    return np.lexsort((shard, within))
+    return np.lexsort((grid.bands[:, 2], _within(grid)))
+
+
+def _within(grid: TileGrid) -> Integers:
+    """Of every band the how many-th of its rank it is."""
+    first: Integers = np.cumsum([0, *grid.band_counts])
+    return np.arange(len(grid.bands)) - first[grid.bands[:, 2]]
 
 
 def awaited(

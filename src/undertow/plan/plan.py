@@ -33,6 +33,8 @@ ORDERS = (*OPERATORS.values(), SLICES)
 OWNERS = ("rows", "columns")
 _FUSED_FIELDS = {"piece": 1024, "split": 0, "owners": "rows", "ahead": 0, "pull": False, "in_step": False}
 """What only fused plans have, and what it is elsewhere."""
+_LATER = {"in_step": False}
+"""What fused plans that were written earlier lack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ class Share:
     """What each side may use while both run.
 
     `multiprocessors`: SMs (on a CPU: threads) for computing, None for all. `communication_ctas`: the grid of copies
-    that run on SMs, None for the lane's own choice. `communication_priority`: of streams, lower is more urgent.
+    that run on SMs, None for the lane's own choice, or (fused) for none apart. `communication_priority`: of streams,
+    lower is more urgent.
     """
 
     multiprocessors: int | None = None
@@ -124,8 +127,8 @@ class Plan:
         """Read back what `to_json` wrote; anything else is refused with one sentence."""
         try:
             found = json.loads(text)
-            if isinstance(found, dict) and found.get("grain") != "fused":
-                found = _FUSED_FIELDS | found
+            if isinstance(found, dict):
+                found = (_LATER if found.get("grain") == "fused" else _FUSED_FIELDS) | found
             fields = _exactly(Plan, found)
             share = Share(**_exactly(Share, fields.pop("share")))
             parcels = tuple(_pair(pair) for pair in fields.pop("parcels"))

@@ -186,6 +186,8 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     if machine.device == "cpu" or fused.form(problem, plan) in fused.OF_FEW_ROWS:
         return Prediction(gemm, communication, 0.0, gemm + communication)
     after = fused_rest_seconds(problem, machine, sums=not chain.chained(problem, plan))
+    if gathers and fused.at_once(plan):  # nothing is multiplied before rows are there
+        return Prediction(gemm, communication, 0.0, gemm + communication + after)
     slow = machine.slowdowns.gemm_slowdown(
         plan.lane, speed, workers_of(problem, plan), plan.share.communication_ctas or 0
     )

@@ -17,18 +17,18 @@ def way(operator: str, plan: Plan) -> str:
         return ""
     if operator == "matmul_reduce_scatter" and plan.order == "rotated":
         return "sums go from rank to rank"
+    if operator == "matmul_reduce_scatter":
+        return f"sums made by {apart} of {every} CTAs" if apart else f"sums made by {every} CTAs behind all products"
     if apart is None:
         return ""
-    if operator == "matmul_reduce_scatter":
-        return f"sums made by {apart} of {every} CTAs"
     return _rows(plan, apart, every) if operator == "all_gather_matmul" else ""
 
 
 def _rows(plan: Plan, bringing: int, every: int) -> str:
-    how = "pulled" if plan.pull else "pushed"
+    how, step = "pulled" if plan.pull else "pushed", ", in step" if plan.in_step else ""
     if fused.at_once(plan):
         cut = f", K of the last tiles in {plan.split} parts" if plan.split else ""
-        return f"rows {how}, brought by all {every} CTAs before they multiply{cut}"
+        return f"rows {how}, brought by all {every} CTAs before they multiply{cut}{step}"
     if plan.order == "rotated":
-        return f"rows {how}, brought by {bringing} of {every} CTAs while the others multiply own ones"
+        return f"rows {how}, brought by {bringing} of {every} CTAs while the others multiply own ones{step}"
     return f"rows {how} by {min(bringing, every)} of {every} CTAs before they multiply"

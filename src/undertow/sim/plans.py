@@ -75,7 +75,7 @@ class _Call:
     def fused(self) -> None:
         """Every wave's bytes move on their own, by the one kernel; rows come shard by shard, own ones without a wait.
 
-        What few rows give, and what a CPU does, is moved when it is computed.
+        What few rows give, and what a CPU does, is moved when it is computed; rows that all CTAs bring at once, before.
         """
         problem, plan, machine = self.problem, self.plan, self.machine
         assert plan.tile is not None
@@ -84,7 +84,8 @@ class _Call:
         waves = -(-tiles // self.workers)
         one = matmuls.tile_seconds(problem, machine, plan.tile, self.workers)
         moves = self.moving(problem.m * (problem.k if gathers else problem.n) * problem.item_size)
-        at_once = forms.form(problem, plan) in forms.OF_FEW_ROWS or machine.device == "cpu"
+        few = forms.form(problem, plan) in forms.OF_FEW_ROWS
+        at_once = few or machine.device == "cpu" or (gathers and forms.at_once(plan))
         steps = max(1, problem.ranks - 1)
         came = [-1] + [self._part(step, moves, steps, -1) for step in range(steps)] if gathers else []
         sent, made = [], -1
