@@ -38,10 +38,12 @@ from undertow.kernels import ahead, fused_columns, fused_decode  # noqa: E402
 from undertow.ops import fused_cuda, fused_few, tokens_cuda  # noqa: E402
 from undertow.ops.all_gather_matmul import reference as gathered_reference  # noqa: E402
 from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference  # noqa: E402
+from undertow.ops.beside import Arriving  # noqa: E402
 from undertow.ops.finish import Finish  # noqa: E402
 from undertow.ops.fused_stage import Stage  # noqa: E402
 from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference  # noqa: E402
 from undertow.ops.matmul_reduce_scatter import reference as scattered_reference  # noqa: E402
+from undertow.ops.whole import HOME  # noqa: E402
 from undertow.plan import brought, fused  # noqa: E402
 from undertow.plan.defaults import fused_plan, tokens_plan  # noqa: E402
 from undertow.plan.plan import Share  # noqa: E402
@@ -339,6 +341,39 @@ def test_brought_rows_as_they_are_launched(way: str, rows: tuple[int, ...], k: i
         ), 3 if plan.split else 2)  # fmt: skip
         for got, right, bias in zip(outs, gathered_reference(wide(xs), wide(ws)), biases, strict=True):
             assert torch.equal(got, torch.relu(right + bias.float()).to(HALF))
+
+
+@pytest.mark.parametrize(("rows", "k", "n"), [((70, 70), 24, 136), ((70, 1, 165), 264, 136)])
+@pytest.mark.parametrize("way", ["before", "pushed", "beside", "at once"])
+def test_rows_that_stay_as_they_are_launched(way: str, rows: tuple[int, ...], k: int, n: int) -> None:
+    """Calls in a row use the same memory: that of one rank where rows are pulled, each rank's own where not. The
+    gradients of a weight and of a bias are computed from it."""
+    ranks, pull = len(rows), way != "pushed"
+    node, m = Node(ranks, True, pull), sum(rows)
+    ws = [made(n, k, seed=9 + rank).t() for rank in range(ranks)]
+    inputs = [made(m, n, seed=30 + rank) for rank in range(ranks)]
+    asked = Problem.of(
+        "all_gather_matmul", m, n, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS, shards=rows,
+        bulk=True, together=pull,
+    )  # fmt: skip
+    share = Share(CTAS, 1) if way == "beside" else Share(CTAS - 1, CTAS - 1)
+    order = "rotated" if way in ("beside", "at once") else "natural"
+    plan = dataclasses.replace(fused_plan(asked, "peer"), order=order, share=share, piece=256)
+    for call in range(3):
+        xs = [made(count, k, seed=40 + 10 * call + rank) for rank, count in enumerate(rows)]
+        outs, arriving = [poisoned(m, n) for _ in rows], [Arriving(inputs[rank], ws[rank].t()) for rank in range(ranks)]
+        node.run(lambda fabric, rank, xs=xs, outs=outs, arriving=arriving: fused_cuda.prepare(  # type: ignore[misc]
+            xs[rank], ws[rank], outs[rank], asked, plan, Finish(None, "none"), fabric, arriving[rank]
+        ))  # fmt: skip
+        whole = torch.cat(xs)
+        for rank, one in enumerate(arriving):
+            assert torch.equal(outs[rank], (whole.float() @ ws[rank].float()).to(HALF))
+            assert torch.equal(one.weight, (inputs[rank].float().t() @ whole.float()).to(HALF))
+            assert torch.equal(one.bias, whole.float().sum(0).to(HALF))
+        (stages,) = node.stages.values()
+        for rank, stage in enumerate(stages):
+            here = stage.data.local[: m * k].view(m, k)
+            assert torch.equal(here, whole) if rank == HOME or not pull else bool(torch.isnan(here).all())
 
 
 WAYS = {"at once": {"split": 1}, "at once, two parts": {"split": 2}, "owners": {"split": 0, "owners": "columns"}}

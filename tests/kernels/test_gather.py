@@ -160,3 +160,8 @@ def test_a_gather_as_it_is_launched() -> None:
 def test_brought_rows_as_they_are_launched() -> None:
     name = "interpreted_launches.py::test_brought_rows_as_they_are_launched"
     interpreted(*(f"{name}[{way}-rows0-24-136]" for way in ("beside", "narrow")), f"{name}[split-rows2-264-136]")
+
+
+def test_rows_that_stay_as_they_are_launched() -> None:
+    name = "interpreted_launches.py::test_rows_that_stay_as_they_are_launched"
+    interpreted(f"{name}[at once-rows0-24-136]", f"{name}[pushed-rows0-24-136]")
