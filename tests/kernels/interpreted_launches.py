@@ -44,7 +44,7 @@ from undertow.ops.fused_stage import Stage  # noqa: E402
 from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference  # noqa: E402
 from undertow.ops.matmul_reduce_scatter import reference as scattered_reference  # noqa: E402
 from undertow.ops.whole import HOME  # noqa: E402
-from undertow.plan import brought, fused  # noqa: E402
+from undertow.plan import brought, fused, fused_order  # noqa: E402
 from undertow.plan.defaults import fused_plan, tokens_plan  # noqa: E402
 from undertow.plan.plan import Share  # noqa: E402
 from undertow.plan.problem import Problem  # noqa: E402
@@ -280,7 +280,7 @@ def test_a_gather_as_it_is_launched(pull: bool, rows: tuple[int, ...], k: int, l
     plan = fused_plan(asked, "peer")
     assert plan.pull == pull
     plan = dataclasses.replace(plan, share=Share(CTAS - 1, loaders), piece=256)
-    early = [fused.early_tiles(rows, n, plan, rank) for rank in range(ranks)]
+    early = [fused_order.early_tiles(rows, n, plan, rank) for rank in range(ranks)]
     assert (min(early) > 0) == (loaders == 1)
     for _ in range(2):  # of both turns
         outs = [poisoned(sum(rows), n) for _ in rows]

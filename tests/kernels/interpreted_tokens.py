@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from undertow.kernels import bring, fused_brought, fused_exchange, fused_gather, fused_scatter, gemm, last_wave
 from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference
 from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference
-from undertow.plan import fused, reorder, tokens
+from undertow.plan import fused, fused_order, reorder, tokens
 from undertow.plan.plan import Plan
 from undertow.plan.tokens import Tokens
 
@@ -190,7 +190,7 @@ def test_rows_arrive_and_are_multiplied(ranks: int, experts: int, n: int, k: int
         run(rank, True)
     for rank in range(ranks):
         heard = words[rank][(1 + EPOCH % 2 * lines) * LINE :]
-        awaited = {line[6] for line in tokens.arriving_tiles(rows, n, PLAN, rank).tolist()} - {fused.OWN}
+        awaited = {line[6] for line in tokens.arriving_tiles(rows, n, PLAN, rank).tolist()} - {fused_order.OWN}
         assert all(int(heard[line * LINE]) == EPOCH for line in awaited)
         assert int((heard[: lines * LINE] == EPOCH).sum()) == len(awaited), "a word that nobody waits for was set"
         run(rank, False)

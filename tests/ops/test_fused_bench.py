@@ -20,7 +20,7 @@ import fused_report
 import fused_tokens
 import gpu_fused
 
-from undertow.plan import brought, fused
+from undertow.plan import brought, fused, fused_order
 from undertow.plan.defaults import fused_plan
 from undertow.plan.problem import Problem
 
@@ -118,10 +118,10 @@ def test_every_plan_of_every_listed_gather_fits(ranks: int, together: bool) -> N
         for name, plan in plans.items():
             plan.check(problem)
             assert plan.tile is not None, name
-            tiles = brought.table if fused.brought(problem, plan) else fused.gather_table
+            tiles = brought.table if fused.brought(problem, plan) else fused_order.gather_table
             table = tiles(problem.shards, n, plan, 1)
-            assert len(set(table[:, fused.PLACE].tolist())) == len(table)
-            assert int((table[:, fused.ROWS] * table[:, fused.COLUMNS]).sum()) == m * n
+            assert len(set(table[:, fused_order.PLACE].tolist())) == len(table)
+            assert int((table[:, fused_order.ROWS] * table[:, fused_order.COLUMNS]).sum()) == m * n
 
 
 def test_weights_that_are_streamed_are_told() -> None:

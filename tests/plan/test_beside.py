@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from undertow.plan import beside, fused
+from undertow.plan import beside, fused_order
 from undertow.plan.defaults import fused_plan
 from undertow.plan.plan import Plan, Share
 from undertow.plan.problem import Problem
@@ -28,7 +28,7 @@ def test_a_common_table_has_the_same_tiles(shards: tuple[int, ...], broadcast: b
     plan = plan_of(4, bands=3)
     table = beside.common_table(shards, N, plan, broadcast)
     for rank in range(len(shards)):
-        other = fused.scatter_table(shards, N, plan, rank, broadcast)
+        other = fused_order.scatter_table(shards, N, plan, rank, broadcast)
         assert sorted(map(tuple, table.tolist())) == sorted(map(tuple, other.tolist()))
 
 
@@ -39,8 +39,8 @@ def test_all_ranks_get_tiles_at_the_same_pace_and_weights_are_streamed_as_by_the
     plan = fused_plan(asked, "peer")
     table = beside.common_table(asked.shards, asked.n, plan, False)
     for wave in range(0, len(table), 32):
-        assert np.bincount(table[wave : wave + 32, fused.OWNER]).tolist() == [8, 8, 8, 8]
-    column = table[:, fused.COLUMN]
+        assert np.bincount(table[wave : wave + 32, fused_order.OWNER]).tolist() == [8, 8, 8, 8]
+    column = table[:, fused_order.COLUMN]
     assert np.count_nonzero(np.diff(column)) + 1 == 4096 // 128 // plan.group_bands * 8192 // 256
 
 
@@ -81,7 +81,7 @@ def calls(
     def cta(program: int) -> Iterator[None]:
         for position in range(program, len(table) if program < multiplying else 0, multiplying):
             yield
-            words.add((int(table[position, fused.TILE_LINE]), rank))
+            words.add((int(table[position, fused_order.TILE_LINE]), rank))
         while (unit := next(taken)) < len(jobs):
             job = jobs[unit].tolist()
             line, mine = job[beside.TILE_LINE], job[beside.OWNER] == rank

@@ -9,7 +9,7 @@ import pytest
 from test_fused_plan import MACHINE, SHARDS, plan_of, problem
 
 from undertow.errors import InvalidArgument
-from undertow.plan import brought, fused
+from undertow.plan import brought, fused, fused_order
 from undertow.plan.defaults import fused_plan, gather_forms
 from undertow.plan.plan import Plan, Share
 from undertow.plan.predict import predict
@@ -135,10 +135,10 @@ def test_brought_rows_are_those_of_a_gather_with_own_tiles_first(shards: tuple[i
     plan = replace(plan_of((4, 5), 2), pull=pull)
     for rank in range(len(shards)):
         table, own = brought.table(shards, 13, plan, rank), brought.own_tiles(shards, 13, plan, rank)
-        other = fused.gather_table(shards, 13, plan, rank)
+        other = fused_order.gather_table(shards, 13, plan, rank)
         assert sorted(map(tuple, table.tolist())) == sorted(map(tuple, other.tolist()))
-        assert (table[:own, fused.BAND_LINE] == fused.OWN).all()
-        assert (table[own:, fused.BAND_LINE] >= 0).all()
+        assert (table[:own, fused_order.BAND_LINE] == fused_order.OWN).all()
+        assert (table[own:, fused_order.BAND_LINE] >= 0).all()
 
 
 @pytest.mark.parametrize("shards", [one for one in SHARDS if min(one) > 0])
@@ -146,27 +146,27 @@ def test_rows_that_all_bring_at_once_are_read_where_they_are_kept(shards: tuple[
     """The tiles of `gather_table`, in an order that all ranks share, own ones with the line of their band, too."""
     plan = replace(plan_of((4, 5), 8), pull=True, order="rotated", share=Share(4, 4))
     for rank in range(len(shards)):
-        table, told = brought.table(shards, 13, plan, rank), fused.push_table(shards, plan, rank)
-        other = fused.gather_table(shards, 13, plan, rank)
+        table, told = brought.table(shards, 13, plan, rank), fused_order.push_table(shards, plan, rank)
+        other = fused_order.gather_table(shards, 13, plan, rank)
         assert brought.own_tiles(shards, 13, plan, rank) == 0
         kept = {one[4]: (one[0], one[1]) for one in told.tolist() if one[6] <= rank < one[6] + one[7]}
-        same = {(*one[: fused.BAND_LINE], one[fused.SOURCE]) for one in other.tolist()}
+        same = {(*one[: fused_order.BAND_LINE], one[fused_order.SOURCE]) for one in other.tolist()}
         assert len(table) == len(same)
         assert (table == brought.table(shards, 13, plan, 0)).all()
         for one in table.tolist():
-            own = one[fused.SOURCE] == rank
-            assert (*one[: fused.BAND_LINE], one[fused.SOURCE]) in same
-            assert one[fused.BAND_LINE] >= 0
-            assert not own or kept[one[fused.BAND_LINE]] == (one[fused.ROW], one[fused.ROWS])
+            own = one[fused_order.SOURCE] == rank
+            assert (*one[: fused_order.BAND_LINE], one[fused_order.SOURCE]) in same
+            assert one[fused_order.BAND_LINE] >= 0
+            assert not own or kept[one[fused_order.BAND_LINE]] == (one[fused_order.ROW], one[fused_order.ROWS])
         together = brought.table(shards, 13, plan, rank, apart=False)  # where all rows lie in one place
         firsts = np.array([sum(shards[:one]) for one in range(len(shards))])
-        assert (together[:, fused.ROW] == table[:, fused.ROW] + firsts[table[:, fused.SOURCE]]).all()
-        assert (together[:, 1 : fused.SOURCE] == table[:, 1 : fused.SOURCE]).all()
-        for one, moved in zip(told.tolist(), fused.push_table(shards, plan, rank, 0).tolist(), strict=True):
+        assert (together[:, fused_order.ROW] == table[:, fused_order.ROW] + firsts[table[:, fused_order.SOURCE]]).all()
+        assert (together[:, 1 : fused_order.SOURCE] == table[:, 1 : fused_order.SOURCE]).all()
+        for one, moved in zip(told.tolist(), fused_order.push_table(shards, plan, rank, 0).tolist(), strict=True):
             assert moved == [one[0], one[1], 0, one[3] + firsts[rank], *one[4:]]
     alone = brought.table((9,), 13, plan, 0)
     assert brought.own_tiles((9,), 13, plan, 0) == len(alone)
-    assert (alone[:, fused.BAND_LINE] == fused.OWN).all()
+    assert (alone[:, fused_order.BAND_LINE] == fused_order.OWN).all()
 
 
 @pytest.mark.parametrize("steps", range(1, 12))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from undertow.errors import InvalidArgument
-from undertow.plan import chain, fused
+from undertow.plan import chain, fused_order
 from undertow.plan.defaults import fused_plan, scatter_forms
 from undertow.plan.plan import Plan, Share
 from undertow.plan.problem import Problem
@@ -41,7 +41,10 @@ def run(tables: list[np.ndarray], ctas: int, seed: int) -> tuple[dict[int, list[
         able = []
         for (rank, cta), position in at.items():
             if position < len(tables[rank]):
-                line, awaited = int(tables[rank][position, fused.TILE_LINE]), tables[rank][position, chain.AWAITED]
+                line, awaited = (
+                    int(tables[rank][position, fused_order.TILE_LINE]),
+                    tables[rank][position, chain.AWAITED],
+                )
                 if not awaited or (rank, line) in slots:
                     able.append((rank, cta))
         if not able:
@@ -49,9 +52,9 @@ def run(tables: list[np.ndarray], ctas: int, seed: int) -> tuple[dict[int, list[
             return done, over
         rank, cta = draw.choice(able)
         row = tables[rank][at[rank, cta]]
-        line = int(row[fused.TILE_LINE])
+        line = int(row[fused_order.TILE_LINE])
         summed = [*(slots[rank, line] if row[chain.AWAITED] else []), rank]
-        if row[fused.OWNER] == rank:
+        if row[fused_order.OWNER] == rank:
             assert line not in done
             done[line] = summed
         else:
@@ -68,9 +71,9 @@ def test_every_rank_adds_to_every_tile_in_one_order(shards: tuple[int, ...], cta
     for seed in range(5):
         done, over = run(tables, ctas, seed)
         assert over
-        assert sorted(done) == sorted(tables[0][:, fused.TILE_LINE].tolist())
+        assert sorted(done) == sorted(tables[0][:, fused_order.TILE_LINE].tolist())
         for rank, table in enumerate(tables):
-            for line in table[table[:, fused.OWNER] == rank, fused.TILE_LINE].tolist():
+            for line in table[table[:, fused_order.OWNER] == rank, fused_order.TILE_LINE].tolist():
                 assert done[line] == [(rank + 1 + step) % len(shards) for step in range(len(shards))]
 
 
@@ -89,7 +92,7 @@ def test_a_wrong_order_is_found() -> None:
 def test_the_tiles_are_those_of_other_scatters(shards: tuple[int, ...]) -> None:
     for rank in range(len(shards)):
         found = chain.table(shards, N, plan_of(), rank)[:, : chain.AWAITED]
-        other = fused.scatter_table(shards, N, plan_of(), rank, False)[:, : chain.AWAITED]
+        other = fused_order.scatter_table(shards, N, plan_of(), rank, False)[:, : chain.AWAITED]
         assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, other.tolist()))
 
 
@@ -100,8 +103,8 @@ def test_what_is_waited_for_stands_one_ranks_tiles_earlier() -> None:
     each = len(tables[0]) // 4
     for rank in range(4):
         assert not tables[rank][:each, chain.AWAITED].any()
-        assert (tables[rank][each:, fused.TILE_LINE] == tables[rank - 1][:-each, fused.TILE_LINE]).all()
-        assert (tables[rank][3 * each :, fused.OWNER] == rank).all()
+        assert (tables[rank][each:, fused_order.TILE_LINE] == tables[rank - 1][:-each, fused_order.TILE_LINE]).all()
+        assert (tables[rank][3 * each :, fused_order.OWNER] == rank).all()
 
 
 def test_which_problems_have_such_plans() -> None:

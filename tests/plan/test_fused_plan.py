@@ -10,7 +10,7 @@ import pytest
 from plan_machines import VIRTUAL_NODE
 
 from undertow.errors import InvalidArgument
-from undertow.plan import chain, fused
+from undertow.plan import chain, fused, fused_order
 from undertow.plan.defaults import default_plan, fused_plan
 from undertow.plan.machine import Machine
 from undertow.plan.plan import Plan, Share
@@ -42,7 +42,7 @@ def test_every_element_is_computed_once_and_owned_by_one(
     owners = np.repeat(np.arange(len(shards)), shards)
     lines = set()
     for rank in range(len(shards)):
-        table = fused.scatter_table(shards, n, plan_of(tile, bands), rank, False)
+        table = fused_order.scatter_table(shards, n, plan_of(tile, bands), rank, False)
         seen = np.zeros((m, n), int)
         for row, rows, column, columns, shard_row, line, owner, out_row in table.tolist():
             assert rows >= 1
@@ -52,7 +52,7 @@ def test_every_element_is_computed_once_and_owned_by_one(
             seen[row : row + rows, column : column + columns] += 1
             lines.add((line, row, column))
         assert (seen == 1).all()
-        order = list(dict.fromkeys(table[:, fused.OWNER].tolist()))
+        order = list(dict.fromkeys(table[:, fused_order.OWNER].tolist()))
         wanted = [(rank + 1 + step) % len(shards) for step in range(len(shards))]
         assert order == [one for one in wanted if shards[one]]  # the following ranks' first, its own last
     assert len({line for line, _, _ in lines}) == len(lines)  # all ranks mean the same tile by a line
@@ -62,11 +62,11 @@ def test_a_scatter_of_few_rows_streams_weights_twice() -> None:
     """Once for all others' bands together, once for its own."""
     asked = problem("matmul_reduce_scatter", m=512)
     plan = fused_plan(asked, "peer")
-    table = fused.scatter_table(asked.shards, asked.n, plan, 0, False)
-    columns = table[:, fused.COLUMN].tolist()
+    table = fused_order.scatter_table(asked.shards, asked.n, plan, 0, False)
+    columns = table[:, fused_order.COLUMN].tolist()
     streams = 1 + sum(later < earlier for earlier, later in itertools.pairwise(columns))
     assert streams == 2
-    assert table[:3, fused.OWNER].tolist() == [1, 2, 3]
+    assert table[:3, fused_order.OWNER].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("shards", SHARDS)
@@ -77,31 +77,34 @@ def test_every_tile_is_gathered_once_from_where_its_rows_are(
 ) -> None:
     plan = replace(plan_of((4, 5), 2), share=Share(ctas, loaders))
     for rank in range(len(shards)):
-        for table in (fused.gather_table(shards, n, plan, rank), fused.rotated_table(shards, n, plan, rank)):
+        for table in (
+            fused_order.gather_table(shards, n, plan, rank),
+            fused_order.rotated_table(shards, n, plan, rank),
+        ):
             out = np.zeros(sum(shards) * n, int)
             for row, rows, column, columns, place, stride, line, _ in table.tolist():
                 first = place // n
                 source = int(np.searchsorted(np.cumsum(shards), first, side="right"))
                 assert (stride, place % n) == (n, column)
                 assert row == first - (sum(shards[:rank]) if source == rank else 0)
-                own_line = fused.first_line(shards, plan, source) + (first - sum(shards[:source])) // 4
-                assert line == own_line or (line == fused.OWN and source == rank)
+                own_line = fused_order.first_line(shards, plan, source) + (first - sum(shards[:source])) // 4
+                assert line == own_line or (line == fused_order.OWN and source == rank)
                 for down in range(rows):
                     out[place + down * n : place + down * n + columns] += 1
             assert (out == 1).all()
-        lines = fused.gather_table(shards, n, plan, rank)[:, fused.BAND_LINE]
+        lines = fused_order.gather_table(shards, n, plan, rank)[:, fused_order.BAND_LINE]
         mine = -(-shards[rank] // 4) * -(-n // 5)
-        assert (lines == fused.OWN).sum() == mine
-        early = fused.early_tiles(shards, n, plan, rank)
+        assert (lines == fused_order.OWN).sum() == mine
+        early = fused_order.early_tiles(shards, n, plan, rank)
         assert early <= mine
-        assert (lines[:early] == fused.OWN).all()
+        assert (lines[:early] == fused_order.OWN).all()
 
 
 @pytest.mark.parametrize("shards", SHARDS)
 def test_a_thread_gathers_shard_by_shard(shards: tuple[int, ...]) -> None:
     n, plan = 13, plan_of((4, 5), 2)
     for rank in range(len(shards)):
-        places = fused.rotated_table(shards, n, plan, rank)[:, fused.PLACE] // n
+        places = fused_order.rotated_table(shards, n, plan, rank)[:, fused_order.PLACE] // n
         sources = np.searchsorted(np.cumsum(shards), places, side="right").tolist()
         wanted = [(rank + step) % len(shards) for step in range(len(shards))]
         assert list(dict.fromkeys(sources)) == [one for one in wanted if shards[one]]
@@ -112,7 +115,7 @@ def test_a_band_is_pushed_to_all_at_once_and_to_where_tiles_wait_for_it(shards: 
     ranks, plan = len(shards), plan_of((4, 5), 2)
     arrived: list[dict[int, tuple[int, int]]] = [{} for _ in range(ranks)]
     for rank in range(ranks):
-        for row, rows, first, into, line, copies, told, heard in fused.push_table(shards, plan, rank).tolist():
+        for row, rows, first, into, line, copies, told, heard in fused_order.push_table(shards, plan, rank).tolist():
             assert into == sum(shards[:rank]) + row
             to = [(first - step) % ranks for step in range(copies)]
             assert to == [(rank - step) % ranks for step in range(1, ranks)]  # nearest first, and not to itself
@@ -121,10 +124,10 @@ def test_a_band_is_pushed_to_all_at_once_and_to_where_tiles_wait_for_it(shards: 
                 assert line not in arrived[one]
                 arrived[one][line] = into, rows
     for rank in range(ranks):
-        found = fused.gather_table(shards, 13, plan, rank)
-        waiting = {line: (row, rows) for row, rows, *_, line, _ in found.tolist() if line != fused.OWN}
+        found = fused_order.gather_table(shards, 13, plan, rank)
+        waiting = {line: (row, rows) for row, rows, *_, line, _ in found.tolist() if line != fused_order.OWN}
         assert waiting == arrived[rank]
-    assert len(fused.push_table((9,), plan, 0)) == 0
+    assert len(fused_order.push_table((9,), plan, 0)) == 0
 
 
 @pytest.mark.parametrize("shards", SHARDS)
@@ -134,25 +137,25 @@ def test_pulled_rows_are_where_their_owner_keeps_them(shards: tuple[int, ...]) -
     plan, ranks = replace(pushed, pull=True), len(shards)
     kept: dict[tuple[int, int], tuple[int, int]] = {}
     for rank in range(ranks):
-        for row, rows, to, into, line, copies, told, heard in fused.push_table(shards, plan, rank).tolist():
+        for row, rows, to, into, line, copies, told, heard in fused_order.push_table(shards, plan, rank).tolist():
             assert (to, into, copies, told, heard) == (rank, row, 1, 0, ranks)
             kept[rank, line] = row, rows
     for rank in range(ranks):
-        table, other = (fused.gather_table(shards, 13, one, rank) for one in (plan, pushed))
+        table, other = (fused_order.gather_table(shards, 13, one, rank) for one in (plan, pushed))
         assert (table[:, 1:7] == other[:, 1:7]).all()
         for row, rows, _, _, place, _, line, source in table.tolist():
             assert row == place // 13 - sum(shards[:source])
-            assert line == fused.OWN if source == rank else kept[source, line] == (row, rows)
+            assert line == fused_order.OWN if source == rank else kept[source, line] == (row, rows)
 
 
 def test_tiles_come_as_their_rows_arrive() -> None:
     """Own bands, then the first of each rank, nearest first, then the second of each: as all push in step."""
     shards, plan = (12, 8, 4), replace(plan_of((4, 5), 8), share=Share(4, 4))
-    lines = fused.gather_table(shards, 5, plan, 1)[:, fused.BAND_LINE].tolist()
-    assert lines == [fused.OWN, fused.OWN, 5, 0, 1, 2]
-    in_pairs = fused.gather_table(shards, 10, replace(plan, group_bands=2), 1)
+    lines = fused_order.gather_table(shards, 5, plan, 1)[:, fused_order.BAND_LINE].tolist()
+    assert lines == [fused_order.OWN, fused_order.OWN, 5, 0, 1, 2]
+    in_pairs = fused_order.gather_table(shards, 10, replace(plan, group_bands=2), 1)
     wanted = [(-1, 0), (-1, 0), (-1, 5), (-1, 5), (5, 0), (0, 0), (5, 5), (0, 5), (1, 0), (2, 0), (1, 5), (2, 5)]
-    assert in_pairs[:, [fused.BAND_LINE, fused.COLUMN]].tolist() == [list(one) for one in wanted]
+    assert in_pairs[:, [fused_order.BAND_LINE, fused_order.COLUMN]].tolist() == [list(one) for one in wanted]
 
 
 @pytest.mark.parametrize("m", [512, 1024, 2048, 4096, 8192])
@@ -165,9 +168,9 @@ def test_weights_are_streamed_as_often_as_by_the_matmul_alone(m: int, n: int, ra
     assert plan.tile is not None
     bands, columns = ranks * -(-m // ranks // plan.tile[0]), -(-n // plan.tile[1])
     for rank in (0, ranks - 1):
-        table = fused.gather_table(asked.shards, n, plan, rank)
-        early = fused.early_tiles(asked.shards, n, plan, rank)
-        column = table[:, fused.COLUMN]
+        table = fused_order.gather_table(asked.shards, n, plan, rank)
+        early = fused_order.early_tiles(asked.shards, n, plan, rank)
+        column = table[:, fused_order.COLUMN]
         streamed = np.count_nonzero(np.diff(column[early:])) + 1
         assert streamed == -(-bands // plan.group_bands) * columns
         again = np.unique(column[:early])
@@ -185,9 +188,9 @@ def test_the_fewer_rows_the_more_push_them_and_the_less_is_computed_meanwhile(
     plan = fused_plan(asked, "peer")
     plan.check(asked)
     assert (plan.share, plan.piece) == (Share(32, loaders), piece)
-    assert {fused.early_tiles(asked.shards, 14336, plan, rank) for rank in range(4)} == {early}
+    assert {fused_order.early_tiles(asked.shards, 14336, plan, rank) for rank in range(4)} == {early}
     assert fused_plan(replace(asked, bulk=False), "peer").piece == 1024
-    few = fused.early_tiles(asked.shards, 256, plan, 0)  # there are no more own tiles than bands
+    few = fused_order.early_tiles(asked.shards, 256, plan, 0)  # there are no more own tiles than bands
     assert few == min(early, m // 4 // 128)
 
 
@@ -315,14 +318,14 @@ def test_every_block_of_columns_belongs_to_a_rank(ranks: int, n: int) -> None:
     plan = replace(plan_of((5, 4), 1), owners="columns")
     blocks = -(-n // 4)
     for rank in range(ranks):
-        table = fused.column_table(5, n, plan, ranks, rank)
+        table = fused_order.column_table(5, n, plan, ranks, rank)
         seen = np.zeros(n, int)
         for row, rows, column, columns, shard_row, line, owner, out_row in table.tolist():
             assert (row, rows, shard_row, out_row) == (0, 5, 0, 0)
             assert (column, owner) == (4 * line, line % ranks)
             seen[column : column + columns] += 1
         assert (seen == 1).all()
-        order = list(dict.fromkeys(table[:, fused.OWNER].tolist()))
+        order = list(dict.fromkeys(table[:, fused_order.OWNER].tolist()))
         assert order == [one for one in ((rank + 1 + step) % ranks for step in range(ranks)) if one < blocks]
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from undertow.plan import fused
+from undertow.plan import fused, fused_order
 from undertow.plan import tokens as maps
 from undertow.plan.defaults import fused_tile, tokens_plan
 from undertow.plan.plan import Plan
@@ -100,14 +100,14 @@ def test_every_band_is_pushed_once_to_where_a_tile_waits_for_it(seed: int) -> No
             told[to][line] = there, rows, rank * 1000 + row
     for rank in range(tokens.ranks):
         found = maps.arriving_tiles(tokens, n, plan, rank)
-        own = int((found[:, fused.BAND_LINE] == fused.OWN).sum())
+        own = int((found[:, fused_order.BAND_LINE] == fused_order.OWN).sum())
         done = np.zeros((sum(row[rank] for row in tokens.matrix), n), int)
         for number, (row, rows, column, columns, place, stride, line, expert) in enumerate(found.tolist()):
             first = place // n
             assert (stride, place % n) == (n, column)
             assert {expert_of(tokens, rank, one, False) for one in range(first, first + rows)} == {expert}
             done[first : first + rows, column : column + columns] += 1
-            assert (number < own) == (line == fused.OWN)  # own rows first
+            assert (number < own) == (line == fused_order.OWN)  # own rows first
             if number < own:
                 assert row == sum(tokens.matrix[rank][:rank]) + first - sum(one[rank] for one in tokens.matrix[:rank])
             else:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..fabric import timeline
-from ..plan import fused
+from ..plan import fused, fused_order
 from .finish import FUNCTIONS, Finish
 
 if TYPE_CHECKING:
@@ -158,12 +158,12 @@ def _scatter(
     broadcast = problem.operator == "matmul_all_reduce"
     if fused.form(problem, plan) == fused.OWNED:
         padded, lines = problem.m, -(-n // plan.tile[1])
-        made = fused.column_table(problem.m, n, plan, size, rank)
+        made = fused_order.column_table(problem.m, n, plan, size, rank)
     else:
         shards = fused.owned(problem, plan)
         padded = fused.padded_rows(shards, plan)
         lines = sum(-(-rows // plan.tile[0]) for rows in shards) * -(-n // plan.tile[1])
-        made = fused.scatter_table(shards, n, plan, rank, broadcast)
+        made = fused_order.scatter_table(shards, n, plan, rank, broadcast)
     plane = padded * n
     stage = room(fabric, "scatter", x.dtype, (size + 1) * plane, lines * (size + 1))
 
@@ -225,7 +225,7 @@ def _gather(
         gathered[firsts[rank] : firsts[rank] + shards[rank]] = x
         if arriving is not None:
             arriving.begin(gathered)
-        first_line = fused.first_line(shards, plan, rank)
+        first_line = fused_order.first_line(shards, plan, rank)
         for step in range(1, size):
             to = (rank - step) % size
             turn.open(to)
@@ -244,7 +244,7 @@ def _gather(
                     turn.wait(line * parts + part, source)
                 here.add(line)
 
-        table = fused.rotated_table(shards, n, plan, rank).tolist()
+        table = fused_order.rotated_table(shards, n, plan, rank).tolist()
         position = 0
         for step in range(size):
             source = (rank + step) % size

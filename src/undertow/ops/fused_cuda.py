@@ -18,7 +18,7 @@ import torch
 from ..errors import StrategyUnavailable
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric
-from ..plan import beside, brought, chain, fused
+from ..plan import beside, brought, chain, fused, fused_order
 from . import fused_few
 from .cuda_product import device_table
 from .finish import Finish
@@ -214,12 +214,12 @@ def _gather(
     key = ("fused gather", problem.shards, n, plan.digest, rank, apart)
     # Columns are each rank's own: one whose result cannot be stored 16 bytes at a time has the other kernel.
     brings = fused.brought(problem, plan) and n % ALIGNED == 0 and y.data_ptr() % 16 == 0
-    tiles = brought.table if brings else fused.gather_table
+    tiles = brought.table if brings else fused_order.gather_table
     table = device_table(fabric, (*key, brings), lambda: tiles(problem.shards, n, plan, rank, apart))
     own = brought.own_tiles(problem.shards, n, plan, rank) if brings else None
     pushed = ("fused pushes", problem.shards, plan.digest, rank, apart)
     to = HOME if plan.pull and stays else None
-    pushes = device_table(fabric, pushed, lambda: fused.push_table(problem.shards, plan, rank, to))
+    pushes = device_table(fabric, pushed, lambda: fused_order.push_table(problem.shards, plan, rank, to))
     whole = all(rows % block_m == 0 for rows in problem.shards[:-1])
     return stage, gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, own, stays=stays)
 

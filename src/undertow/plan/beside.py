@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import fused
+from . import fused_order
 from .tiles import Integers, TileGrid
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ SHARD_ROW, ROWS, COLUMN, TILE_LINE, OUT_ROW, OWNER, PART = range(7)  # columns o
 
 @lru_cache(256)
 def common_table(shards: tuple[int, ...], n: int, plan: Plan, broadcast: bool) -> Integers:
-    """[tiles, 8]: `fused.scatter_table` in an order that is the same on all ranks: the first band of each rank, the
-    second of each, ...
+    """[tiles, 8]: `fused_order.scatter_table` in an order that is the same on all ranks: the first band of each rank,
+    the second of each, ...
 
     So every rank has sums to make all the time, and groups stream weights as often as those of a matmul alone.
     """
     assert plan.tile is not None
     grid = TileGrid(sum(shards), n, *plan.tile, shards)
-    return fused.scattered(grid, *fused.walked(fused.in_common(grid), plan, grid.columns), broadcast)
+    return fused_order.scattered(grid, *fused_order.walked(fused_order.in_common(grid), plan, grid.columns), broadcast)
 
 
 @lru_cache(16)
@@ -50,20 +50,21 @@ def job_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, broadcast:
     is, or how many a copy waits for.
     """
     table = common_table(shards, n, plan, broadcast)
-    own = table[:, fused.OWNER] == rank
+    own = table[:, fused_order.OWNER] == rank
     number = np.arange(len(table)) + np.where(own, 0, LAG * ctas)
     wanted = np.flatnonzero(own | broadcast)
     wanted = wanted[np.argsort(number[wanted], kind="stable")]
     height = 2 * slice_rows(len(shards), plan)
     found = []
     for line, mine in zip(table[wanted].tolist(), own[wanted].tolist(), strict=True):
-        rows = line[fused.ROWS]
+        rows = line[fused_order.ROWS]
         parts = -(-rows // height)
         for part in range(parts if mine else 1):
             top = part * height
             found.append((
-                line[fused.SHARD_ROW] + top, min(height, rows - top) if mine else rows, line[fused.COLUMN],
-                line[fused.TILE_LINE], line[fused.OUT_ROW] + top, line[fused.OWNER], part if mine else parts, 0,
+                line[fused_order.SHARD_ROW] + top, min(height, rows - top) if mine else rows, line[fused_order.COLUMN],
+                line[fused_order.TILE_LINE], line[fused_order.OUT_ROW] + top, line[fused_order.OWNER],
+                part if mine else parts, 0,
             ))  # fmt: skip
     jobs = np.array(found, dtype=np.int64).reshape(-1, 8)
     jobs.flags.writeable = False  # it is handed out again

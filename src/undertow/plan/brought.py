@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import fused
-from .fused import arrival_of, awaited, grid_of, in_common, walked
+from .fused_order import arrival_of, awaited, grid_of, in_common, walked
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -87,8 +87,8 @@ def _alike(shards: tuple[int, ...], plan: Plan) -> bool:
 
 @lru_cache(256)
 def table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, apart: bool = True) -> Integers:
-    """`fused.gather_table` in which all own tiles come first, in groups of their own; or (at once) wait like others,
-    in an order that all ranks share, so that they find each other's rows in the cache.
+    """`fused_order.gather_table` in which all own tiles come first, in groups of their own; or (at once) wait like
+    others, in an order that all ranks share, so that they find each other's rows in the cache.
     """
     grid = grid_of(shards, n, plan)
     if _alike(shards, plan):

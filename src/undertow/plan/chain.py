@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import fused
+from . import fused_order
 
 if TYPE_CHECKING:
     from .plan import Plan
     from .problem import Problem
     from .tiles import Integers
 
-AWAITED = fused.OUT_ROW
+AWAITED = fused_order.OUT_ROW
 """Whether the ranks before have summed some of the tile: the column that other scatters have the output's row in."""
 MOST_RANKS = 4
 """Of which `auto` tries it."""
@@ -57,15 +57,15 @@ def worthwhile(problem: Problem, plan: Plan, ctas: int) -> bool:
 
 @lru_cache(256)
 def table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Integers:
-    """[tiles, 8]: the tiles of `rank` in its order, as `fused.scattered` has them, but for the column AWAITED."""
-    grid = fused.grid_of(shards, n, plan)
+    """[tiles, 8]: the tiles of `rank` in its order, as `fused_order.scattered` has them, but for the column AWAITED."""
+    grid = fused_order.grid_of(shards, n, plan)
     ranks = len(shards)
     walks = [
-        fused.walked(np.flatnonzero(grid.bands[:, 2] == (rank - 1 - part) % ranks), plan, grid.columns)
+        fused_order.walked(np.flatnonzero(grid.bands[:, 2] == (rank - 1 - part) % ranks), plan, grid.columns)
         for part in range(ranks)
     ]
     band, column = (np.concatenate(one) for one in zip(*walks, strict=True))
-    found = fused.scattered(grid, band, column, False).copy()
-    found[:, AWAITED] = found[:, fused.OWNER] != (rank - 1) % ranks
+    found = fused_order.scattered(grid, band, column, False).copy()
+    found[:, AWAITED] = found[:, fused_order.OWNER] != (rank - 1) % ranks
     found.flags.writeable = False  # it is handed out again
     return found

@@ -228,7 +228,7 @@ def _loaders(active: int, ranks: int, bands: int) -> int:
 
     Pushing costs the same time of CTAs however many share it, but the more there are at once, the more they wait for
     memory; and the fewer, the longer the tiles of others' rows wait. A loader pushes a band to one rank in about the
-    time of a tile (`fused.PUSHED`). So of shards of one band all push: rows are everywhere in a tenth of a tile's time.
+    time of a tile (`fused_order.PUSHED`). So of shards of one band all push: rows are everywhere in a tenth of that.
     Of more bands as many fewer, and the others compute own tiles first. But enough that all is pushed in half the time
     of a product of 40 columns of tiles over all ranks, 10,240 at the usual tile: of ranks * bands * (40 / ranks) tiles
     on `active` CTAs, while (ranks - 1) * bands are pushed. Powers of two, which share the parts of bands evenly: on an

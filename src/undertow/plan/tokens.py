@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .fused import BAND_LINE, COLUMN, COLUMNS, LINE, OWN, PLACE, ROW, ROWS, STRIDE
+from .fused import LINE
+from .fused_order import BAND_LINE, COLUMN, COLUMNS, OWN, PLACE, ROW, ROWS, STRIDE
 from .tiles import Integers
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def collected_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
 
 @lru_cache(64)
 def push_table(tokens: Tokens, plan: Plan, rank: int) -> Integers:
-    """[bands, 8]: what `rank` pushes, nearest first: as `fused.push_table`, each band to one rank."""
+    """[bands, 8]: what `rank` pushes, nearest first: as `fused_order.push_table`, each band to one rank."""
     assert plan.tile is not None
     block_m, blocks, found = plan.tile[0], tokens.leaving(rank), []
     for step in range(1, tokens.ranks):
@@ -226,7 +227,7 @@ def push_table(tokens: Tokens, plan: Plan, rank: int) -> Integers:
 def arriving_tiles(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
     """[tiles, 8]: what an all_to_all_matmul of `rank` multiplies, in order: own rows, then the following ranks'.
 
-    As `fused.gather_table`, with the expert; own rows are those of x, the others' those of the matrix that arrives.
+    As `fused_order.gather_table`, with the expert; own rows are those of x, others' those of the matrix that arrives.
     """
     assert plan.tile is not None
     block_m, block_n = plan.tile
