@@ -44,7 +44,8 @@ GATE = Setting(
     "UNDERTOW_GATE",
     "auto",
     "`auto`: ranks that share a GPU, and reach each other's memory, meet before kernels that wait for each other; "
-    "`off`: they do not, and may hang.",
+    "`off`: they do not, and may hang. Backward passes that leave rows where they are meet on any node, whatever it "
+    "says.",
 )
 DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."

@@ -375,6 +375,7 @@ def test_what_a_stage_takes_is_known(operator: str, m: int, times: float) -> Non
     pulls = replace(gathers, together=True)
     assert fused_plan(pulls, "peer").pull
     assert fused.stage_bytes(pulls, fused_plan(pulls, "peer")) == 2 * m // 4 * gathers.k * 2
+    assert fused.stage_bytes(pulls, fused_plan(pulls, "peer"), stays=True) == m * gathers.k * 2
 
 
 @pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])

@@ -114,7 +114,9 @@ def call(
     def execute(chosen: Plan, lane: Lane) -> None:
         run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane, arriving)
 
-    perform(Request(problem, on, shape, same_on_all, y, execute, lambda: x.new_zeros(m, k) @ w), strategy, plan)
+    stays = arriving is not None
+    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x.new_zeros(m, k) @ w, stays=stays)
+    perform(request, strategy, plan)
     return y
 
 

@@ -35,7 +35,7 @@ class Request:
     that a call reads and then overwrites, so that a second call would give another result. `grains`: those that the
     operator has; `lane`: the one of a strategy that names none. `unmeasured`: the choice for a strategy where the
     planner does not know the problem. `by_program`: whether the plan of a strategy may have a program move the
-    parcels; equal on all ranks.
+    parcels; equal on all ranks. `stays`: whether gathered rows are used behind the call, and need room of their own.
     """
 
     problem: Problem
@@ -51,6 +51,7 @@ class Request:
     lane: str = "net"
     unmeasured: Callable[[str], Choice] | None = None
     by_program: bool = False
+    stays: bool = False
 
     def execute(self, plan: Plan) -> None:
         """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""

@@ -326,7 +326,7 @@ class _Timer:
         problem = self._request.problem
         wanted = _BUFFERS * problem.result_bytes
         if _is_fused(problem, plan):
-            wanted = stage_bytes(problem, plan)
+            wanted = stage_bytes(problem, plan, self._request.stays)
         try:
             torch.empty(wanted, dtype=torch.uint8, device=self._group.device)
         except (*_NO_MEMORY, RuntimeError) as error:  # torch's CPU allocator has no class of its own for it

@@ -172,10 +172,10 @@ def stage_elements(problem: Problem, plan: Plan, stays: bool = False) -> int:
     return (problem.ranks + 1) * padded_rows(owned(problem, plan), plan) * problem.n
 
 
-def stage_bytes(problem: Problem, plan: Plan) -> int:
-    """Symmetric memory of both turns on a GPU, without words."""
+def stage_bytes(problem: Problem, plan: Plan, stays: bool = False) -> int:
+    """Symmetric memory of both turns on a GPU, without words. `stays`: as in `stage_elements`."""
     packet = 8 if form(problem, plan) == DECODE else problem.item_size
-    return 2 * packet * stage_elements(problem, plan)
+    return 2 * packet * stage_elements(problem, plan, stays)
 
 
 def column_groups(problem: Problem, plan: Plan) -> int:
