@@ -147,6 +147,8 @@ def gathered_again(x: torch.Tensor, counts: Sequence[int], rank: int, dz: torch.
         multiplied(whole, dz, dw)
 
     def bring(carrier: Carrier) -> None:
+        # Of the stream that brings, and free again when `use` has been enqueued on the caller's: whoever gets it next
+        # on that stream comes after a fork from the caller's, and so after `use`.
         whole = x.new_empty(sum(counts), x.shape[1])
 
         def part(source: int, parcel: int) -> torch.Tensor:

@@ -289,8 +289,7 @@ def gather_launch(
         "tiles": len(table), "tasks": len(pushes) * pieces, "parts": pieces, "inner": k, "stride": both.strides[0],
         "capacity": 0 if stays else stage.half // k, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": halves,
         "BULK": bulk, "EVEN": aligned, "WIDTH": plan.piece, "RANKS": fabric.group.size,
-        "PULL": plan.pull and not stays, **ends,
-        **both.constants,
+        "PULL": plan.pull and not stays, **ends, **both.constants,
         **dict(zip(("abort", "error", "deadline_ns"), watch(fabric), strict=True)),
     }  # fmt: skip
     kernel: Any = fused_brought_kernel
