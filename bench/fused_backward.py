@@ -43,7 +43,8 @@ def column(bench: Bench, m: int, k: int, n: int) -> Made:
     source, scattered = bench.buffer("source", m * k), bench.buffer("out", shard * k)
     held, gathered = bench.buffer("held", shard * k), bench.buffer("gathered", m * k)
     held.local.view(shard, k).copy_(x)
-    tile = fused_plan(bench.problem("matmul_reduce_scatter", m, k, n), "peer").tile
+    problem = bench.problem("matmul_reduce_scatter", m, k, n)
+    tile = fused_plan(problem, "peer").tile
     assert tile is not None
     alone, name = bench.gemm(dz, w.t(), partial, tile), name_of(bench.group)
     found: Variants = {
@@ -51,7 +52,6 @@ def column(bench: Bench, m: int, k: int, n: int) -> Made:
         "gemm": lambda _: (alone(), torch.mm(whole.t(), dz, out=dw)),
         "guarded": lambda _: library.all_gather_matmul_backward(dz, x, w, None, [True, True], name, "fused:peer"),
     }
-    problem = bench.problem("matmul_reduce_scatter", m, k, n)
     for form, plan in scatter_forms(problem, "peer").items():
 
         def fused(_: int, plan: Plan = plan) -> tuple[torch.Tensor, ...]:
@@ -93,7 +93,8 @@ def row(bench: Bench, m: int, k: int, n: int) -> Made:
     dx, dw = torch.empty(m, k, device=device, dtype=BF16), torch.empty(k, n, device=device, dtype=BF16)
     held, gathered = bench.buffer("held", shard * n), bench.buffer("gathered", m * n)
     held.local.view(shard, n).copy_(dz)
-    tile = fused_plan(bench.problem("all_gather_matmul", m, k, n), "peer").tile
+    problem = bench.problem("all_gather_matmul", m, k, n)
+    tile = fused_plan(problem, "peer").tile
     assert tile is not None
     alone, name = bench.gemm(whole, w.t(), dx, tile), name_of(bench.group)
     wanted = [True, True, False]
@@ -102,7 +103,6 @@ def row(bench: Bench, m: int, k: int, n: int) -> Made:
         "gemm": lambda _: (alone(), torch.mm(x.t(), whole, out=dw)),
         "guarded": lambda _: library.matmul_reduce_scatter_backward(dz, x, w, None, wanted, name, "fused:peer")[:2],
     }
-    problem = bench.problem("all_gather_matmul", m, k, n)
     for form, plan in gather_forms(problem, "peer").items():
 
         def fused(_: int, plan: Plan = plan) -> tuple[torch.Tensor, ...]:

@@ -118,7 +118,6 @@ def call(
     problem = Problem.of(
         OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies,
-        together=on.fabric.together,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     after = After.of(residual, norm, y)

@@ -158,8 +158,8 @@ def _fused(problem: Problem, lane: str) -> Plan:
         active = max(1, problem.multiprocessors - (0 if scatters else _SPARE))
         bands = _usual_bands(problem, tile[0])
         waits = problem.operator in ("all_gather_matmul", "matmul_all_to_all")  # for rows, or the way back may
-        if scatters and _crowded(problem):
-            loaders = None  # one of so few would be missed: all of them sum in the end
+        if problem.operator == "matmul_reduce_scatter" and _crowded(problem):
+            loaders = None  # one of so few would be missed: all of them sum in the end; not tried for all_reduce
         elif scatters:
             loaders = _apart(active)
         else:
