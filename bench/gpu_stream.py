@@ -1,10 +1,11 @@
 """How fast weights of a decode step can be read: few rows times weights, by kernels without communication.
 
 A decode step lasts as long as its weights take to come from memory. In one run, interleaved, on all ranks of a virtual
-node at once, device time of a call inside a CUDA graph, weights in turn so that none is in the cache: cuBLAS, and the
-main loop of the fused kernels (`kernels/fused_decode.py`) for several tiles: columns of a block, elements along K that
-one load brings (a row of weights comes in pieces of so many contiguous bytes), CTAs. Every variant is compared with
-exact integers first.
+node at once, device time of a call inside a CUDA graph, weights in turn so that none is in the cache: cuBLAS; the main
+loop of the fused kernels (`kernels/fused_decode.py`) for several tiles: columns of a block, elements along K that one
+load brings (a row of weights comes in pieces of so many contiguous bytes), CTAs; a kernel whose warps have roles, which
+takes blocks of columns in fixed turns or as it comes; and one row times weights by many small CTAs. Every variant is
+compared with exact integers first. Of those with roles the time between the first and the last CTA's end is shown.
 
     PYTHONPATH=src python bench/gpu_stream.py [--ranks 4] [--m 1,16] [--k 1024,3584] [--rounds 5] [--out FILE.json]
 """
@@ -24,6 +25,9 @@ import triton
 import triton.language as tl
 from fused_common import BF16, Bench, integers
 from fused_layers import ROTATED
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 import undertow as ut
 from undertow.fabric.environment import environment
@@ -31,6 +35,8 @@ from undertow.plan.fused import ALL_SHARED
 
 N = 8192
 TILES = tuple((block_n, block_k) for block_n in (64, 128, 256) for block_k in (64, 128, 256, 512))
+ROLE_TILES = ((64, 64), (64, 128), (64, 256), (64, 512), (128, 64), (128, 128), (256, 64))
+ROW_TILES = ((8, 512, 4), (16, 512, 4), (16, 256, 4), (32, 128, 4), (16, 512, 8))
 LEAST_STAGES = 3
 
 
@@ -48,6 +54,142 @@ def stream_kernel(
             total = tl.dot(x.load([0, step * BLOCK_K]), w.load([block * BLOCK_N, step * BLOCK_K]).T, total)
         across = block * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         tl.store(out + down * n + across, total.to(out.dtype.element_ty), mask=(down < rows) & (across < n))
+
+
+@triton.jit
+def row_kernel(x, w, out, inner: tl.int32, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """out [n] = x @ w^T of one row x [K], a CTA for each BLOCK_N columns; K is a multiple of BLOCK_K."""
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    along = tl.arange(0, BLOCK_K)
+    total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for begin in range(0, inner, BLOCK_K):
+        weight = tl.load(w + column[:, None] * inner + begin + along[None, :], eviction_policy="evict_first")
+        total += weight.to(tl.float32) * tl.load(x + begin + along)[None, :].to(tl.float32)
+    tl.store(out + column, tl.sum(total, axis=1).to(out.dtype.element_ty))
+
+
+_NEXT = gl.constexpr("""{
+    .reg .pred first;
+    .reg .b32 lane, found;
+    mov.u32 lane, %laneid;
+    mov.b32 found, 0;
+    setp.eq.u32 first, lane, 0;
+    @first atom.relaxed.gpu.global.add.u32 found, [$1], 1;
+    shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
+}""")
+_NOW = gl.constexpr("mov.u64 $0, %globaltimer;")
+
+
+@gluon.jit
+def _role_load(
+    x, w, x_blocks, w_blocks, mail, free, there, counter, program, programs, blocks, steps, TAKEN: gl.constexpr
+):  # fmt: skip
+    STAGES: gl.constexpr = w_blocks.type.shape[0]
+    BLOCK_N: gl.constexpr = w_blocks.type.shape[1]
+    BLOCK_K: gl.constexpr = w_blocks.type.shape[2]
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lanes = gl.arange(0, 32, each)
+    stage, phase = 0, 1
+    block = program
+    while block < blocks:
+        if TAKEN:
+            found = gl.inline_asm_elementwise(
+                _NEXT, "=r,l", [counter + lanes * 0], dtype=gl.int32, is_pure=False, pack=1
+            )  # fmt: skip
+            following = programs + gl.max(found, axis=0)
+        else:
+            following = block + programs
+        for step in range(steps):
+            mbarrier.wait(free.index(stage), phase)
+            if step == 0:
+                mail.index(stage).store(lanes * 0 + block)
+                gl.thread_barrier()
+            ready = there.index(stage)
+            mbarrier.expect(ready, x.block_type.nbytes + w.block_type.nbytes)
+            tma.async_copy_global_to_shared(w, [block * BLOCK_N, step * BLOCK_K], ready, w_blocks.index(stage))
+            tma.async_copy_global_to_shared(x, [0, step * BLOCK_K], ready, x_blocks.index(stage))
+            stage += 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
+        block = following
+    mbarrier.wait(free.index(stage), phase)
+    mail.index(stage).store(lanes * 0 - 1)
+    gl.thread_barrier()
+    mbarrier.arrive(there.index(stage), count=1)
+
+
+@gluon.jit
+def _role_multiply(
+    x_blocks, w_blocks, mail, free, there, out, stamps, program, rows, n, steps, WARPS: gl.constexpr
+):  # fmt: skip
+    STAGES: gl.constexpr = w_blocks.type.shape[0]
+    BLOCK_N: gl.constexpr = w_blocks.type.shape[1]
+    BLOCK_M: gl.constexpr = x_blocks.type.shape[1]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    across = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))[:, None]
+    down = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
+    began = gl.inline_asm_elementwise(_NOW, "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+    stage, phase = 0, 0
+    mbarrier.wait(there.index(0), 0)
+    block = gl.max(mail.index(0).load(each), axis=0)
+    while block >= 0:
+        running = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout)
+        for step in range(steps):
+            mbarrier.wait(there.index(stage), phase)
+            begun = warpgroup_mma(w_blocks.index(stage), x_blocks.index(stage).permute((1, 0)), running, is_async=True)
+            running = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
+            gl.thread_barrier()
+            before = gl.where(stage == 0, STAGES - 1, stage - 1)
+            mbarrier.arrive(free.index(before), count=1, pred=step > 0)
+            stage += 1
+            phase = gl.where(stage == STAGES, phase ^ 1, phase)
+            stage = gl.where(stage == STAGES, 0, stage)
+        total = warpgroup_mma_wait(num_outstanding=0, deps=(running,))
+        gl.thread_barrier()
+        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+        column = block * BLOCK_N + across
+        gl.store(out + down * n + column, total.to(out.dtype.element_ty), mask=(down < rows) & (column < n))
+        mbarrier.wait(there.index(stage), phase)
+        block = gl.max(mail.index(stage).load(each), axis=0)
+    ended = gl.inline_asm_elementwise(_NOW, "=l", [], dtype=gl.int64, is_pure=False, pack=1)
+    gl.store(stamps + program * 2, began)
+    gl.store(stamps + program * 2 + 1, ended)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def role_kernel(
+    x, w, out, counters, stamps, rows: tl.int32, n: tl.int32, inner: tl.int32, STAGES: gl.constexpr,
+    TAKEN: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """out [rows, n] = x @ w^T: a warp loads, four or eight multiply; TAKEN: blocks go to who asks for one.
+
+    `counters`: [call & 1] is this call's, the other one is cleared for the next; [2] counts CTAs that have ended.
+    """
+    program = gl.program_id(0)
+    BLOCK_N: gl.constexpr = w.block_type.shape[0]
+    BLOCK_K: gl.constexpr = w.block_type.shape[1]
+    BLOCK_M: gl.constexpr = x.block_type.shape[0]
+    x_blocks = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
+    w_blocks = gl.allocate_shared_memory(w.dtype, [STAGES, BLOCK_N, BLOCK_K], w.layout)
+    mail = gl.allocate_shared_memory(gl.int32, [STAGES, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    there = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(free.index(stage), count=1)
+        mbarrier.init(there.index(stage), count=1)
+    programs = gl.num_programs(0)
+    call = gl.load(counters + 2, volatile=True) // programs
+    turn = call & 1
+    if program == 0:
+        gl.store(counters + (1 - turn), 0)
+    blocks, steps = gl.cdiv(n, BLOCK_N), gl.cdiv(inner, BLOCK_K)
+    gl.warp_specialize([
+        (_role_multiply, (x_blocks, w_blocks, mail, free, there, out, stamps, program, rows, n, steps, WARPS)),
+        (_role_load, (x, w, x_blocks, w_blocks, mail, free, there, counters + turn, program, programs, blocks, steps,
+                      TAKEN)),
+    ], [1], [40])  # fmt: skip
+    gl.atomic_add(counters + 2, 1, sem="relaxed")
 
 
 def stages_of(block_n: int, block_k: int) -> int:
@@ -75,6 +217,45 @@ def streaming(
     return call
 
 
+def by_roles(
+    x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, tile: tuple[int, int], ctas: int, taken: bool,
+    stamps: torch.Tensor,
+) -> Callable[[int], torch.Tensor]:  # fmt: skip
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block_n, block_k = tile
+    block_m = 16 if x.shape[0] <= 16 else 64
+
+    def described(tensor: torch.Tensor, shape: list[int]) -> Any:
+        return TensorDescriptor.from_tensor(tensor, shape, gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16))
+
+    rows, every = described(x, [block_m, block_k]), [described(one, [block_n, block_k]) for one in weights]
+    counters = torch.zeros(3, dtype=torch.int32, device=x.device)
+    stages = (ALL_SHARED - 4096) // (2 * (block_m + block_n) * block_k)
+    kernel: Any = role_kernel
+
+    def call(which: int) -> torch.Tensor:
+        kernel[(ctas,)](
+            rows, every[which], out, counters, stamps, x.shape[0], N, x.shape[1], STAGES=stages, TAKEN=taken, WARPS=4,
+            num_warps=4,
+        )  # fmt: skip
+        return out
+
+    return call
+
+
+def by_row(
+    x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, block_n: int, block_k: int, warps: int
+) -> Callable[[int], torch.Tensor]:
+    kernel: Any = row_kernel
+
+    def call(which: int) -> torch.Tensor:
+        kernel[(N // block_n,)](x, weights[which], out, x.shape[1], BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps)
+        return out
+
+    return call
+
+
 def measure(bench: Bench, m: int, k: int, rounds: int) -> dict[str, Any]:
     """Seconds of each variant, by name; those that are wrong are left out and named."""
     x = integers(m, k, 300 + bench.rank, bench.device, 3)
@@ -88,6 +269,15 @@ def measure(bench: Bench, m: int, k: int, rounds: int) -> dict[str, Any]:
         if stages_of(*tile) >= LEAST_STAGES:
             for ctas in sorted({bench.sms, bench.sms - 1}):
                 variants[f"{tile[0]} x {tile[1]}, {ctas} CTAs"] = streaming(x, weights, out, tile, ctas)
+    stamps: dict[str, torch.Tensor] = {}
+    for tile in ROLE_TILES:
+        for taken in (False, True):
+            for ctas in sorted({bench.sms, bench.sms - 1}):
+                name = f"roles {tile[0]} x {tile[1]}, {ctas} CTAs{', taken' if taken else ''}"
+                stamps[name] = torch.zeros(2 * ctas, dtype=torch.int64, device=bench.device)
+                variants[name] = by_roles(x, weights, out, tile, ctas, taken, stamps[name])
+    for block_n, block_k, warps in ROW_TILES if m == 1 else ():
+        variants[f"a row, {block_n} x {block_k}, {warps} warps"] = by_row(x, weights, out, block_n, block_k, warps)
     good, wrong = bench.right(variants, x @ first.t(), (y, out))
     calls = max(len(weights), 12)
     ready = {name: bench.sampler(call, calls, len(weights))[0] for name, call in good.items()}
@@ -100,7 +290,15 @@ def measure(bench: Bench, m: int, k: int, rounds: int) -> dict[str, Any]:
             if turn:
                 seconds[name].append(took)
     median = {name: statistics.median(found) for name, found in seconds.items()}
-    return {"m": m, "k": k, "ranks": bench.size, "median": median, "wrong": wrong}
+    spread = {}
+    for name in stamps.keys() & ready.keys():
+        ready[name]()
+        torch.cuda.synchronize()
+        ends = bench.group.exchange(stamps[name].tolist(), "when CTAs ended")
+        last = sorted(one for rank in ends for one in rank[1::2])
+        first = min(one for rank in ends for one in rank[::2])
+        spread[name] = [(one - first) * 1e-3 for one in (last[0], last[len(last) // 2], last[-1])]
+    return {"m": m, "k": k, "ranks": bench.size, "median": median, "wrong": wrong, "spread": spread}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -108,7 +306,9 @@ def lines(found: dict[str, Any]) -> list[str]:
     streamed = found["ranks"] * found["k"] * N * 2
     listed = [f"M {found['m']}, K {found['k']} a rank, {found['ranks']} ranks"]
     for name, took in sorted(found["median"].items(), key=lambda one: one[1]):
-        listed.append(f"  {name:22} {took * 1e6:7.1f} us  {streamed / took * 1e-12:.2f} TB/s")
+        spread = found["spread"].get(name)
+        ends = f"  ends {spread[0]:.1f}, {spread[1]:.1f}, {spread[2]:.1f}" if spread else ""
+        listed.append(f"  {name:32} {took * 1e6:7.1f} us  {streamed / took * 1e-12:.2f} TB/s{ends}")
     return listed + [f"  {name} left out: {reason}" for name, reason in found["wrong"].items()]
 
 

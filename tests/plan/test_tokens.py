@@ -61,7 +61,7 @@ def test_every_element_leaves_once_and_is_waited_for_once(seed: int) -> None:
         order = []
         for row, rows, column, columns, place, stride, whom, word in maps.leaving_table(tokens, n, plan, rank).tolist():
             to, expert = whom % fused.LINE, whom // fused.LINE
-            order.append((to - rank - 1) % tokens.ranks)
+            order.append((expert, (to - rank - 1) % tokens.ranks))
             assert stride == n
             assert {expert_of(tokens, rank, one, True) for one in range(row, row + rows)} == {expert}
             part = received[to][place // n :, place % n :][:rows, :columns]
@@ -71,7 +71,13 @@ def test_every_element_leaves_once_and_is_waited_for_once(seed: int) -> None:
             if to != rank:
                 assert word not in told[to]
                 told[to][word] = place // n, column
-        assert order == sorted(order), "the following rank's rows first, own rows last"
+        if plan.group_bands == 1 or n <= plan.tile[1]:  # else tiles of a group of bands come column by column
+            assert order == sorted(order), "expert by expert, the following rank's rows first, own rows last"
+        experts = [expert for expert, _ in order]
+        for expert in set(experts):  # groups of bands apart, nobody else's tiles are among an expert's
+            first, last = experts.index(expert), len(experts) - experts[::-1].index(expert)
+            among = sum(one != expert for one in experts[first:last])
+            assert among <= 2 * (plan.group_bands - 1) * -(-n // plan.tile[1])
     for rank in range(tokens.ranks):
         want = [
             sender * 1000 + sum(tokens.matrix[sender][:rank]) + row
@@ -100,21 +106,19 @@ def test_every_band_is_pushed_once_to_where_a_tile_waits_for_it(seed: int) -> No
             told[to][line] = there, rows, rank * 1000 + row
     for rank in range(tokens.ranks):
         found = maps.arriving_tiles(tokens, n, plan, rank)
-        own = int((found[:, fused_order.BAND_LINE] == fused_order.OWN).sum())
         done = np.zeros((sum(row[rank] for row in tokens.matrix), n), int)
-        for number, (row, rows, column, columns, place, stride, line, expert) in enumerate(found.tolist()):
+        for row, rows, column, columns, place, stride, line, expert in found.tolist():
             first = place // n
             assert (stride, place % n) == (n, column)
             assert {expert_of(tokens, rank, one, False) for one in range(first, first + rows)} == {expert}
             done[first : first + rows, column : column + columns] += 1
-            assert (number < own) == (line == fused_order.OWN)  # own rows first
-            if number < own:
+            if line == fused_order.OWN:
                 assert row == sum(tokens.matrix[rank][:rank]) + first - sum(one[rank] for one in tokens.matrix[:rank])
             else:
                 assert row == first
                 assert told[rank][line][:2] == (first, rows)
         assert (done == 1).all()
-        assert {line for *_, line, _ in found[own:].tolist()} == set(told[rank])
+        assert {line for *_, line, _ in found.tolist() if line != fused_order.OWN} == set(told[rank])
 
 
 @pytest.mark.parametrize("seed", SEEDS[:20])

@@ -151,96 +151,107 @@ def _walk(bands: int, columns: int, group_bands: int) -> tuple[Integers, Integer
     return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
 
-def _tiles(bands: Sequence[Block], n: int, plan: Plan) -> tuple[Integers, Integers, Integers]:
-    """Of every tile of these bands, in order: row, rows, expert, there (four columns); number of its band; column."""
+def _by_expert(blocks: Sequence[Block], block_m: int, peers: Sequence[int]) -> list[tuple[Block, int]]:
+    """Bands of these blocks, each with its number among those of its rank: expert by expert, and the ranks of `peers`
+    in that order for each of them. So every weight is read from memory once, not once for each rank: of few rows the
+    weights are most of what is read."""
+    found = [(band, number) for peer in peers for number, band in enumerate(bands_of(blocks, block_m, peer))]
+    return sorted(found, key=lambda one: one[0].expert)  # which leaves ranks in their order
+
+
+def _tiles(
+    blocks: Sequence[Block], n: int, plan: Plan, peers: Sequence[int]
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Of every tile, in order: row, rows, expert, there (four columns); the rank at the other end; the number of its
+    band among those of that rank; its first column."""
     assert plan.tile is not None
-    columns = -(-n // plan.tile[1])
-    number, column = _walk(len(bands), columns, plan.group_bands)
-    known = np.array([(one.row, one.rows, one.expert, one.there) for one in bands], np.int64).reshape(-1, 4)
-    return known[number], number, column
+    block_m, block_n = plan.tile
+    bands = _by_expert(blocks, block_m, peers)
+    position, column = _walk(len(bands), -(-n // block_n), plan.group_bands)
+    known = np.array(
+        [(one.row, one.rows, one.expert, one.there, one.peer, number) for one, number in bands], np.int64
+    ).reshape(-1, 6)[position]  # fmt: skip
+    return known[:, :4], known[:, 4], known[:, 5], column * block_n
 
 
-def _joined(tables: Sequence[Integers]) -> Integers:
-    table = np.concatenate([np.zeros((0, 8), np.int64), *tables])
+def _kept(table: Integers) -> Integers:
     table.flags.writeable = False  # it is handed out again
     return table
 
 
 @lru_cache(64)
 def leaving_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
-    """[tiles, 8]: what the exchange of `rank` computes, in order: for the following ranks first, its own rows last.
+    """[tiles, 8]: what the exchange of `rank` computes, in order: expert by expert, of each first the rows for the
+    following ranks, its own last.
 
     row, rows, column, columns of the product; place (of the first element) and stride in the receiver's matrix; LINE *
     expert + the receiver; the tile's word there: its band among those that the receiver gets, in order of senders.
     """
     assert plan.tile is not None
     block_m, block_n = plan.tile
-    columns, blocks, found = -(-n // block_n), tokens.leaving(rank), []
-    for step in range(1, tokens.ranks + 1):
-        to = (rank + step) % tokens.ranks
-        band, number, column = _tiles(bands_of(blocks, block_m, to), n, plan)
-        table = np.zeros((len(number), 8), np.int64)
-        table[:, ROW], table[:, ROWS], table[:, COLUMN] = band[:, 0], band[:, 1], column * block_n
-        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
-        table[:, PLACE], table[:, STRIDE] = band[:, 3] * n + table[:, COLUMN], n
-        table[:, WHOM] = LINE * band[:, 2] + to
-        table[:, WORD] = (tokens.lines(to, block_m)[rank] + number) * columns + column
-        found.append(table)
-    return _joined(found)
+    columns, ranks = -(-n // block_n), tokens.ranks
+    peers = [(rank + step) % ranks for step in range(1, ranks + 1)]
+    band, to, number, column = _tiles(tokens.leaving(rank), n, plan, peers)
+    first = np.array([tokens.lines(one, block_m)[rank] for one in range(ranks)], np.int64)
+    table = np.zeros((len(number), 8), np.int64)
+    table[:, ROW], table[:, ROWS], table[:, COLUMN] = band[:, 0], band[:, 1], column
+    table[:, COLUMNS] = np.minimum(block_n, n - column)
+    table[:, PLACE], table[:, STRIDE] = band[:, 3] * n + column, n
+    table[:, WHOM] = LINE * band[:, 2] + to
+    table[:, WORD] = (first[to] + number) * columns + column // block_n
+    return _kept(table)
 
 
 @lru_cache(64)
 def collected_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
-    """[tiles, 8]: what an exchange brings to `rank`, in the order in which it is sent: rank r - 1 sends to r first.
+    """[tiles, 8]: what an exchange brings to `rank`, about in the order in which it is sent: expert by expert, rank
+    r - 1 sends to r first.
 
     row, rows, column, columns of the output; the tile's word; its sender.
     """
     assert plan.tile is not None
     block_m, block_n = plan.tile
-    columns, blocks, lines, found = -(-n // block_n), tokens.arriving(rank), tokens.lines(rank, block_m), []
-    for step in range(1, tokens.ranks):
-        source = (rank - step) % tokens.ranks
-        band, number, column = _tiles(bands_of(blocks, block_m, source), n, plan)
-        table = np.zeros((len(number), 8), np.int64)
-        table[:, ROW], table[:, ROWS], table[:, COLUMN] = band[:, 0], band[:, 1], column * block_n
-        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
-        table[:, 4], table[:, 5] = (lines[source] + number) * columns + column, source
-        found.append(table)
-    return _joined(found)
+    columns, ranks = -(-n // block_n), tokens.ranks
+    peers = [(rank - step) % ranks for step in range(1, ranks)]
+    band, source, number, column = _tiles(tokens.arriving(rank), n, plan, peers)
+    first = np.array(tokens.lines(rank, block_m), np.int64)
+    table = np.zeros((len(number), 8), np.int64)
+    table[:, ROW], table[:, ROWS], table[:, COLUMN] = band[:, 0], band[:, 1], column
+    table[:, COLUMNS] = np.minimum(block_n, n - column)
+    table[:, 4], table[:, 5] = (first[source] + number) * columns + column // block_n, source
+    return _kept(table)
 
 
 @lru_cache(64)
 def push_table(tokens: Tokens, plan: Plan, rank: int) -> Integers:
-    """[bands, 8]: what `rank` pushes, nearest first: as `fused_order.push_table`, each band to one rank."""
+    """[bands, 8]: what `rank` pushes, in the order in which it is multiplied, nearest first: as
+    `fused_order.push_table`, each band to one rank."""
     assert plan.tile is not None
-    block_m, blocks, found = plan.tile[0], tokens.leaving(rank), []
-    for step in range(1, tokens.ranks):
-        to = (rank - step) % tokens.ranks
-        line = tokens.lines(to, block_m)[rank]
-        bands = bands_of(blocks, block_m, to)
-        rows = [(one.row, one.rows, to, one.there, line + number, 1, to, 1) for number, one in enumerate(bands)]
-        found.append(np.array(rows, np.int64).reshape(-1, 8))
-    return _joined(found)
+    block_m, ranks = plan.tile[0], tokens.ranks
+    bands = _by_expert(tokens.leaving(rank), block_m, [(rank - step) % ranks for step in range(1, ranks)])
+    first = [tokens.lines(to, block_m)[rank] for to in range(ranks)]
+    rows = [
+        (one.row, one.rows, one.peer, one.there, first[one.peer] + number, 1, one.peer, 1) for one, number in bands
+    ]  # fmt: skip
+    return _kept(np.array(rows, np.int64).reshape(-1, 8))
 
 
 @lru_cache(64)
 def arriving_tiles(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
-    """[tiles, 8]: what an all_to_all_matmul of `rank` multiplies, in order: own rows, then the following ranks'.
+    """[tiles, 8]: what an all_to_all_matmul of `rank` multiplies, in order: expert by expert, of each own rows, then
+    the following ranks'.
 
     As `fused_order.gather_table`, with the expert; own rows are those of x, others' those of the matrix that arrives.
     """
     assert plan.tile is not None
     block_m, block_n = plan.tile
-    blocks, lines, found = tokens.arriving(rank), tokens.lines(rank, block_m), []
-    for step in range(tokens.ranks):
-        source = (rank + step) % tokens.ranks
-        band, number, column = _tiles(bands_of(blocks, block_m, source), n, plan)
-        table = np.zeros((len(number), 8), np.int64)
-        table[:, ROW], table[:, ROWS] = band[:, 3 if source == rank else 0], band[:, 1]
-        table[:, COLUMN] = column * block_n
-        table[:, COLUMNS] = np.minimum(block_n, n - table[:, COLUMN])
-        table[:, PLACE], table[:, STRIDE] = band[:, 0] * n + table[:, COLUMN], n
-        table[:, BAND_LINE] = OWN if source == rank else lines[source] + number
-        table[:, EXPERT] = band[:, 2]
-        found.append(table)
-    return _joined(found)
+    peers = [(rank + step) % tokens.ranks for step in range(tokens.ranks)]
+    band, source, number, column = _tiles(tokens.arriving(rank), n, plan, peers)
+    first = np.array(tokens.lines(rank, block_m), np.int64)
+    table = np.zeros((len(number), 8), np.int64)
+    table[:, ROW], table[:, ROWS] = np.where(source == rank, band[:, 3], band[:, 0]), band[:, 1]
+    table[:, COLUMN], table[:, COLUMNS] = column, np.minimum(block_n, n - column)
+    table[:, PLACE], table[:, STRIDE] = band[:, 0] * n + column, n
+    table[:, BAND_LINE] = np.where(source == rank, OWN, first[source] + number)
+    table[:, EXPERT] = band[:, 2]
+    return _kept(table)
