@@ -75,14 +75,21 @@ class CompiledKernel:
             (int(at, 16), code) for at, code in re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", text, re.MULTILINE)
         ]
 
-    def innermost_loop(self, opcode: str) -> list[str]:
-        """The shortest loop of machine instructions that has this one."""
+    def innermost_loops(self, opcode: str) -> list[list[str]]:
+        """The shortest loop of machine instructions around each that is of this kind."""
         backwards = [
             (int(to, 16), at) for at, code in self.sass for to in re.findall(r"BRA.*?(0x[0-9a-f]+)", code)
             if int(to, 16) < at
         ]  # fmt: skip
-        bodies = [[code for at, code in self.sass if first <= at <= last] for first, last in backwards]
-        return min((one for one in bodies if any(opcode in code for code in one)), key=len)
+        around = [
+            [one for one in backwards if one[0] <= at <= one[1]] for at, code in self.sass if opcode in code
+        ]  # fmt: skip
+        found = sorted({min(loops, key=lambda one: one[1] - one[0]) for loops in around if loops})
+        return [[code for at, code in self.sass if first <= at <= last] for first, last in found]
+
+    def innermost_loop(self, opcode: str) -> list[str]:
+        """The shortest of them."""
+        return min(self.innermost_loops(opcode), key=len)
 
     @property
     def serialised(self) -> bool:

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from undertow.kernels.fused_chain import BLOCK_K, REGISTERS, STAGES, WARPS, fused_chain_kernel
+from undertow.kernels.fused_chain import BLOCK_K, GROUPS, REGISTERS, STAGES, WARPS, fused_chain_kernel
 from undertow.plan import chain
 
 _compiled: dict[tuple[object, ...], CompiledKernel] = {}
@@ -25,7 +25,7 @@ def compiled(
     key = transposed, bias, activation, kind
     if key not in _compiled:
         block_m, block_n = chain.TILE
-        shapes = {"a": [block_m, BLOCK_K], "b": [block_n, BLOCK_K] if transposed else [BLOCK_K, block_n]}
+        shapes = {"a": [block_m // GROUPS, BLOCK_K], "b": [block_n, BLOCK_K] if transposed else [BLOCK_K, block_n]}
         types: dict[str, str] = {
             name: f"tensordesc<{kind}{shape},{gl.NVMMASharedLayout.get_default_for(shape, gl.bfloat16)!r}>"
             for name, shape in shapes.items()
@@ -57,16 +57,26 @@ def test_nothing_is_spilled_and_nothing_waits_that_multiplies(
     assert made.spills == 0
     assert not made.serialised
     assert made.shared <= 227 << 10
-    loop = made.innermost_loop("HGMMA")
-    assert sum("HGMMA" in code for code in loop) == BLOCK_K // 16
-    assert any("DEPBAR.LE gsb0, 0x1" in code for code in loop)  # the next step is issued while one runs
-    assert not any(re.search(r"\b(LDG|STG|LD\.E|ST\.E|RED|ATOM)", code) for code in loop)
+    loops = made.innermost_loops("HGMMA")
+    assert len(loops) == GROUPS
+    for loop in loops:
+        assert sum("HGMMA.64x256x16" in code for code in loop) == BLOCK_K // 16
+        assert any("DEPBAR.LE gsb0, 0x1" in code for code in loop)  # the next step is issued while one runs
+        assert not any(re.search(r"\b(LD|ST|RED|ATOM)[A-Z]*\.", code) for code in loop)  # of any memory
 
 
 def test_rows_are_moved_16_bytes_at_a_time() -> None:
     ptx = compiled().ptx
     assert re.findall(r"ld\.global\.v4\.b32", ptx)
     assert set(re.findall(r"st\.global\.(\S+)", ptx)) == {"v4.b32", "b32"}  # and the epoch
+
+
+def test_sums_of_the_ranks_before_are_under_way_early() -> None:
+    """Rows for four rounds are asked for before a product is waited for, and none is asked for when it is needed."""
+    role = passing(compiled().ptx)
+    loads = [found.start() for found in re.finditer(r"ld\.global\.v4", role)]
+    waits = role.index("mbarrier.try_wait")
+    assert sum(at < waits for at in loads) == sum(at > waits for at in loads) == 16
 
 
 def passing(ptx: str) -> str:
@@ -76,11 +86,11 @@ def passing(ptx: str) -> str:
 
 def check_order(ptx: str) -> None:
     """Every thread acquires for itself before it loads sums; a barrier of the two warps is between all their stores
-    and the one thread's release, and between their loads of the product and its hand-over."""
+    of a half and the one thread's release, and between their loads of the product and its hand-over."""
     role = passing(ptx)
     assert ptx.count("st.release.sys.global") == ptx.count("ld.acquire.sys.global") == 1
     assert "ld.global.v4" not in ptx[: ptx.index("ld.acquire.sys.global")].split("// %bb")[-1]
-    last_store, last_barrier = role.rindex("st.global.v4"), role.rindex("bar.sync \t2, 64")
+    last_store, last_barrier = role.rindex("st.global.v4"), role.rindex("bar.sync \t3, 64")
     hand_over = role.rindex("mbarrier.arrive.shared")
     assert role.index("ld.global.v4") > 0
     assert last_store < last_barrier, "a release that does not cover the stores of the other warp"
@@ -94,19 +104,20 @@ def test_a_word_covers_what_both_warps_stored() -> None:
 def test_a_dropped_barrier_is_found() -> None:
     ptx = compiled().ptx
     role = passing(ptx)
-    at = ptx.index(role) + role.rindex("bar.sync \t2, 64")
+    at = ptx.index(role) + role.rindex("bar.sync \t3, 64")
     with pytest.raises(AssertionError, match="release"):
-        check_order(ptx[:at] + ptx[at:].replace("bar.sync \t2, 64", "", 1))
+        check_order(ptx[:at] + ptx[at:].replace("bar.sync \t3, 64", "", 1))
+
+
+GROUP_BARRIER = re.compile(r"bar\.sync \t[02], 128")  # of the first, of the second group
 
 
 def check_stages(ptx: str) -> None:
-    """Both groups of warps that multiply meet between their wait for a step and the arrival that frees its stage."""
+    """The warps of a group meet between their wait for a step and the arrival that frees its stage; both groups do."""
     waits = [found.end() for found in re.finditer(r"wgmma\.wait_group\.sync\.aligned", ptx)]
-    assert len(waits) == 2
+    assert len(waits) == 2 * GROUPS
     for wait in waits:
-        assert "bar.sync \t0, 256" in ptx[wait : ptx.index("mbarrier.arrive.shared", wait)], (
-            "a stage is freed too early"
-        )
+        assert GROUP_BARRIER.search(ptx[wait : ptx.index("mbarrier.arrive.shared", wait)]), "a stage is freed too early"
 
 
 def test_a_stage_is_freed_when_all_have_read_it() -> None:
@@ -115,11 +126,25 @@ def test_a_stage_is_freed_when_all_have_read_it() -> None:
     for wait in [found.end() for found in re.finditer(r"wgmma\.wait_group\.sync\.aligned", ptx)]:
         until = ptx.index("mbarrier.arrive.shared", wait)
         with pytest.raises(AssertionError, match="too early"):
-            check_stages(ptx[:wait] + ptx[wait:until].replace("bar.sync \t0, 256", "") + ptx[until:])
+            check_stages(ptx[:wait] + GROUP_BARRIER.sub("", ptx[wait:until]) + ptx[until:])
+    counts = re.findall(r"mbarrier\.init\.\S+ \[\S+\], (\d+)", ptx)
+    assert counts == [str(GROUPS), "1"] * STAGES + ["1", "1"] * GROUPS  # free, there; taken, made
+
+
+def check_product(ptx: str) -> None:
+    """A group waits for its turn before it stores its product to shared memory, and all its warps meet between that
+    and the arrival of one thread."""
+    stores = [part for part in ptx.split("mbarrier.arrive.shared") if "stmatrix.sync" in part]
+    assert len(stores) == GROUPS
+    for part in stores:
+        assert "mbarrier.try_wait" in part[: part.index("stmatrix.sync")]
+        assert GROUP_BARRIER.search(part[part.rindex("stmatrix.sync") :]), "a product is handed over too early"
 
 
 def test_a_product_is_complete_when_it_is_handed_over() -> None:
-    """All warps that multiply meet between their stores to shared memory and the arrival of one thread."""
     ptx = compiled().ptx
-    stored = ptx.rindex("stmatrix.sync")
-    assert "bar.sync \t0, 256" in ptx[stored : ptx.index("mbarrier.arrive.shared", stored)]
+    check_product(ptx)
+    for stored in [found.end() for found in re.finditer(r"stmatrix\.sync[^;]*;(?!\s*stmatrix)", ptx)]:
+        until = ptx.index("mbarrier.arrive.shared", stored)
+        with pytest.raises(AssertionError, match="too early"):
+            check_product(ptx[:stored] + GROUP_BARRIER.sub("", ptx[stored:until]) + ptx[until:])

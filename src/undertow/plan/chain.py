@@ -32,7 +32,7 @@ AWAITED = fused_order.OUT_ROW
 MOST_RANKS = 4
 """Of which `auto` tries it."""
 TILE = (128, 256)
-"""The only one: its sums are half of the registers of those who multiply, its product a third of shared memory."""
+"""The only one: its sums are most registers of those who multiply, half of its product a seventh of shared memory."""
 WAVES = 4
 """Of a shard's tiles, at least: on an H200, four ranks, shards of two took 10 to 17 % longer than sums by owners."""
 
