@@ -253,6 +253,7 @@ def language(world: World, poll: str, release: str) -> types.SimpleNamespace:
             world.pause()
             pointer, value, wanted = given
             pointer.memory[pointer.at[wanted != 0]] = value[wanted != 0].to(pointer.memory.dtype)
+            world.pause()  # others may see it before this role goes on
         return torch.zeros_like(given[1])
 
     def shared(dtype: Any, shape: list[int], layout: Any) -> Any:
@@ -285,6 +286,7 @@ def barriers(world: World) -> types.SimpleNamespace:
         world.pause()
         if pred:
             barrier.arrive(count)
+            world.pause()  # others may see it before this role goes on
 
     return types.SimpleNamespace(
         MBarrierLayout=lambda: "barriers", init=lambda barrier, count: barrier.init(count), arrive=arrive,
@@ -311,6 +313,7 @@ def standing_in(module: Any, world: World, release: str, activated: Callable[...
         return world.current.issued[-1]
 
     def wait(num_outstanding: int, deps: tuple[Any]) -> Any:
+        world.pause()
         issued = world.current.issued
         while len(issued) > num_outstanding:
             first = issued.popleft()

@@ -3,7 +3,9 @@ overwritten, and nobody waits for ever. And the same without one of its waits, w
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import textwrap
 from collections.abc import Callable
 from typing import Any
 
@@ -131,6 +133,22 @@ def without(what: str, name: str, group: int | None = None) -> Changes:
     return changes
 
 
+def before(first: str, then: str) -> Changes:
+    """The text of a role with one of its lines moved in front of another."""
+
+    def changes(module: Any) -> None:
+        for name in ("_multiply", "_pass_on"):
+            text = textwrap.dedent(inspect.getsource(getattr(module, name)))
+            lines = text.splitlines()
+            moved = [at for at, line in enumerate(lines) if first in line]
+            if moved:
+                line, at = lines.pop(moved[-1]), max(at for at, line in enumerate(lines) if then in line)
+                lines.insert(at, " " * (len(lines[at]) - len(lines[at].lstrip())) + line.lstrip())
+                exec("\n".join(lines[1:]), vars(module))  # without its decorator
+
+    return changes
+
+
 def freed_by_one(module: Any) -> None:
     init = module.mbarrier.init
     module.mbarrier.init = lambda barrier, count: init(barrier, 1)
@@ -144,6 +162,10 @@ def freed_by_one(module: Any) -> None:
         pytest.param(without("wait", "free"), id="stages are overwritten"),
         pytest.param(without("wait", "there"), id="stages are read too early"),
         pytest.param(freed_by_one, id="one group frees a stage of both"),
+        pytest.param(
+            before("mbarrier.arrive(free.index(gl.where", "total = warpgroup_mma_wait(num_outstanding=0"),
+            id="the last stage is freed while it is read",
+        ),
     ],
 )
 def test_a_missing_wait_is_found(changes: Changes) -> None:

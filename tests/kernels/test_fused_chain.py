@@ -62,7 +62,7 @@ def test_nothing_is_spilled_and_nothing_waits_that_multiplies(
     for loop in loops:
         assert sum("HGMMA.64x256x16" in code for code in loop) == BLOCK_K // 16
         assert any("DEPBAR.LE gsb0, 0x1" in code for code in loop)  # the next step is issued while one runs
-        assert not any(re.search(r"\b(LD|ST|RED|ATOM)[A-Z]*\.", code) for code in loop)  # of any memory
+        assert not any(re.search(r"\b(LD(?!C|GDEPBAR)|ST|RED|ATOM)[A-Z]*\b", code) for code in loop)  # of any memory
 
 
 def test_rows_are_moved_16_bytes_at_a_time() -> None:
@@ -109,15 +109,19 @@ def test_a_dropped_barrier_is_found() -> None:
         check_order(ptx[:at] + ptx[at:].replace("bar.sync \t3, 64", "", 1))
 
 
-GROUP_BARRIER = re.compile(r"bar\.sync \t[02], 128")  # of the first, of the second group
+GROUP_BARRIER = re.compile(r"bar\.sync \t([02]), 128")  # of the first, of the second group
 
 
 def check_stages(ptx: str) -> None:
     """The warps of a group meet between their wait for a step and the arrival that frees its stage; both groups do."""
     waits = [found.end() for found in re.finditer(r"wgmma\.wait_group\.sync\.aligned", ptx)]
     assert len(waits) == 2 * GROUPS
+    met = []
     for wait in waits:
-        assert GROUP_BARRIER.search(ptx[wait : ptx.index("mbarrier.arrive.shared", wait)]), "a stage is freed too early"
+        found = GROUP_BARRIER.findall(ptx[wait : ptx.index("mbarrier.arrive.shared", wait)])
+        assert found, "a stage is freed too early"
+        met.append(found[0])
+    assert met in (["0", "0", "2", "2"], ["2", "2", "0", "0"]), "each group has a barrier of its own"
 
 
 def test_a_stage_is_freed_when_all_have_read_it() -> None:

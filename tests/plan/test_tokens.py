@@ -58,10 +58,8 @@ def test_every_element_leaves_once_and_is_waited_for_once(seed: int) -> None:
     received = [np.full((sum(row[rank] for row in tokens.matrix), n), -1) for rank in range(tokens.ranks)]
     told: list[dict[int, tuple[int, int]]] = [{} for _ in range(tokens.ranks)]
     for rank in range(tokens.ranks):
-        order = []
         for row, rows, column, columns, place, stride, whom, word in maps.leaving_table(tokens, n, plan, rank).tolist():
             to, expert = whom % fused.LINE, whom // fused.LINE
-            order.append((expert, (to - rank - 1) % tokens.ranks))
             assert stride == n
             assert {expert_of(tokens, rank, one, True) for one in range(row, row + rows)} == {expert}
             part = received[to][place // n :, place % n :][:rows, :columns]
@@ -71,13 +69,6 @@ def test_every_element_leaves_once_and_is_waited_for_once(seed: int) -> None:
             if to != rank:
                 assert word not in told[to]
                 told[to][word] = place // n, column
-        if plan.group_bands == 1 or n <= plan.tile[1]:  # else tiles of a group of bands come column by column
-            assert order == sorted(order), "expert by expert, the following rank's rows first, own rows last"
-        experts = [expert for expert, _ in order]
-        for expert in set(experts):  # groups of bands apart, nobody else's tiles are among an expert's
-            first, last = experts.index(expert), len(experts) - experts[::-1].index(expert)
-            among = sum(one != expert for one in experts[first:last])
-            assert among <= 2 * (plan.group_bands - 1) * -(-n // plan.tile[1])
     for rank in range(tokens.ranks):
         want = [
             sender * 1000 + sum(tokens.matrix[sender][:rank]) + row
@@ -119,6 +110,59 @@ def test_every_band_is_pushed_once_to_where_a_tile_waits_for_it(seed: int) -> No
                 assert told[rank][line][:2] == (first, rows)
         assert (done == 1).all()
         assert {line for *_, line, _ in found.tolist() if line != fused_order.OWN} == set(told[rank])
+
+
+def first_seen(found: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_bands_come_expert_by_expert_and_rank_by_rank(seed: int) -> None:
+    """Of all four tables; and what a rank pushes to another is in the order in which that one waits for it."""
+    tokens, plan, n = some(seed)
+    ranks = tokens.ranks
+    for rank in range(ranks):
+        leaving = maps.leaving_table(tokens, n, plan, rank).tolist()
+        order = first_seen(
+            [(one[6] // fused.LINE, (one[6] % fused.LINE - rank - 1) % ranks, one[0]) for one in leaving]
+        )
+        assert order == sorted(order)
+        collected = maps.collected_table(tokens, n, plan, rank).tolist()
+        order = first_seen([(expert_of(tokens, rank, one[0], False), (rank - one[5] - 1) % ranks, one[0])
+                            for one in collected])  # fmt: skip
+        assert order == sorted(order)
+        pushes = maps.push_table(tokens, plan, rank).tolist()
+        order = [(expert_of(tokens, rank, one[0], True), (rank - one[2] - 1) % ranks, one[0]) for one in pushes]
+        assert order == sorted(order)
+        arriving = maps.arriving_tiles(tokens, n, plan, rank)
+        source = {
+            line: sender
+            for sender in range(ranks)
+            if sender != rank
+            for line in (one[4] for one in maps.push_table(tokens, plan, sender).tolist() if one[2] == rank)
+        }
+        order = first_seen([(one[7], (source.get(one[6], rank) - rank) % ranks, one[0]) for one in arriving.tolist()])
+        assert order == sorted(order)
+        for sender in set(range(ranks)) - {rank}:
+            sent = [one[4] for one in maps.push_table(tokens, plan, sender).tolist() if one[2] == rank]
+            assert sent == list(dict.fromkeys(one for one in arriving[:, 6].tolist() if source.get(one) == sender))
+
+
+@pytest.mark.parametrize("bands", [1, 3, 8, 17])
+def test_a_weight_is_read_once_for_each_group_of_its_bands(bands: int) -> None:
+    """However many bands the experts before it have."""
+    most = 8
+    plan = Plan("fused", "peer", ((0, 1),), tile=(16, 16), group_bands=most, own_last=True)
+    tokens = Tokens.of([[[16 * bands, 16 * (5 + sender + to), 16 * bands] for to in range(3)] for sender in range(3)])
+    for table, expert, row in (  # rows of x that leave, or places of those that come
+        (maps.leaving_table(tokens, 64, plan, 1), lambda one: one[6] // fused.LINE, 0),
+        (maps.arriving_tiles(tokens, 64, plan, 1), lambda one: one[7], 4),
+    ):
+        columns = [(expert(one), one[2]) for one in table.tolist()]
+        reads = [now for before, now in pairwise([None, *columns]) if now != before]  # one after the other: one read
+        for which in range(3):
+            own = {one[row] // (64 if row else 1) for one in table.tolist() if expert(one) == which}
+            assert reads.count((which, 0)) == -(-len(own) // most)
 
 
 @pytest.mark.parametrize("seed", SEEDS[:20])

@@ -1,15 +1,14 @@
 """A matmul whose rows go to the ranks they are for: out = rows of all ranks' a @ b for this one, in one launch.
 
-As `fused_scatter` without a sum: a finished tile leaves for its final rows in the memory of
-the rank it is for, and a word there says so. Tiles for the following ranks come first, own ones last and straight to
-`out`; then the CTAs copy what others sent, tile after tile, as it arrives.
+As `fused_scatter` without a sum: a finished tile leaves for its final rows in the memory of the rank it is for, and a
+word there says so; own ones go straight to `out`. Then the CTAs copy what others sent, tile after tile, as it arrives.
 
     announce the call; wait until all have announced the one before
-    for tile in table:                        rows for ranks r + 1, r + 2, ..., r
+    for tile in table:                        expert by expert, rows for all ranks
         total = finish(a @ b[expert])         bias and activation are the sender's
         the word of the tile before, at the rank that it is for = epoch
         rows of the receiver (own: of out) = total
-    for tile in arriving:                     rows from ranks r - 1, r - 2, ...
+    for tile in arriving:                     about in the order in which they are sent
         wait for its word; out = what arrived
 
 Both tables are the plan's. `table`: row, rows, column, columns of the product; place, the tile's first element in the

@@ -5,7 +5,7 @@ none, and perhaps one of several weights (GROUPED) for each block of them.
 
 The first `loaders` CTAs, perhaps all, push this rank's rows into the buffers of the others and then join the rest. All
 take tiles in the order of the table: tiles of own rows, straight from x, where it says so; the others once their band
-of rows has arrived. Which come first the plan decides (`plan/fused_order.py`).
+of rows has arrived. Which come first the plan decides (`plan/fused_order.py`, ANNOUNCED: `plan/tokens.py`).
 
 PULL: the loaders push rows only into this rank's own buffer, and tell all; tiles read the buffers of the others, which
 lie side by side in one range of addresses (`fabric/joined.py`). That moves less where all buffers are in one memory.

@@ -1,13 +1,13 @@
 """Fused matmuls of rows that change ranks, on a CPU: stages, turns and words as in `fused_cpu.py`.
 
-    exchange  matmul_all_to_all   for tile of the rows for ranks r + 1, ..., r:
+    exchange  matmul_all_to_all   for tile of the rows for all ranks, expert by expert:
                                       rows of the receiver (own: of y) = finish(x @ w[expert]); its word there = epoch
-                                  for tile of the rows from ranks r - 1, ...: wait for its word; y = what arrived
-    arrive    all_to_all_matmul   for band of the rows for ranks r - 1, ...: rows of the receiver = x; its word = epoch
+                                  for tile of the rows from other ranks: wait for its word; y = what arrived
+    arrive    all_to_all_matmul   for band of the rows for other ranks: rows of the receiver = x; its word = epoch
                                   for band of own rows, then of those from ranks r + 1, ...:
                                       wait for its word; y = finish(rows @ w[expert])
 
-The tables are those of the GPU kernels (`plan/tokens.py`).
+Tables are those of the GPU kernels (`plan/tokens.py`); but what arrives is multiplied rank by rank.
 """
 
 from __future__ import annotations

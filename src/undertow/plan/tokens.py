@@ -137,24 +137,41 @@ def bands_of(blocks: Sequence[Block], block_m: int, of: int) -> list[Block]:
     ]
 
 
-def _walk(bands: int, columns: int, group_bands: int) -> tuple[Integers, Integers]:
+def _groups(experts: Sequence[int], most: int) -> list[tuple[int, int]]:
+    """Bands [start, stop) that are walked together, of these experts in their order: whole experts, while there are no
+    more bands than `most`; an expert that has more is cut evenly. So the weights of an expert are read once for each
+    `most` bands of it."""
+    found: list[tuple[int, int]] = []
+    for start, stop in _runs(experts):
+        bands = stop - start
+        if found and stop - found[-1][0] <= most:
+            found[-1] = found[-1][0], stop
+        else:
+            parts = -(-bands // most)
+            found += [(start + bands * one // parts, start + bands * (one + 1) // parts) for one in range(parts)]
+    return found
+
+
+def _runs(experts: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each expert's bands begin and end."""
+    ends = [at for at in range(1, len(experts) + 1) if at == len(experts) or experts[at] != experts[at - 1]]
+    return list(zip([0, *ends[:-1]], ends, strict=True)) if ends else []
+
+
+def _walk(experts: Sequence[int], columns: int, group_bands: int) -> tuple[Integers, Integers]:
     """Band and column of every tile: groups of bands, column by column, as everywhere."""
-    found = []
-    whole = bands // group_bands * group_bands
-    for start, stop, size in ((0, whole, group_bands), (whole, bands, bands - whole)):
-        if start < stop and columns:
-            band = np.arange(start, stop).reshape(-1, 1, size).repeat(columns, axis=1)
-            column = np.broadcast_to(np.arange(columns)[None, :, None], band.shape)
-            found.append((band.reshape(-1), column.reshape(-1)))
-    if not found:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    found = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for start, stop in _groups(experts, group_bands):
+        band = np.broadcast_to(np.arange(start, stop), (columns, stop - start))
+        column = np.broadcast_to(np.arange(columns)[:, None], band.shape)
+        found.append((band.reshape(-1), column.reshape(-1)))
     return np.concatenate([one for one, _ in found]), np.concatenate([one for _, one in found])
 
 
 def _by_expert(blocks: Sequence[Block], block_m: int, peers: Sequence[int]) -> list[tuple[Block, int]]:
     """Bands of these blocks, each with its number among those of its rank: expert by expert, and the ranks of `peers`
-    in that order for each of them. So every weight is read from memory once, not once for each rank: of few rows the
-    weights are most of what is read."""
+    in that order for each of them. So a weight is not read from memory once for each rank: of few rows the weights are
+    most of what is read."""
     found = [(band, number) for peer in peers for number, band in enumerate(bands_of(blocks, block_m, peer))]
     return sorted(found, key=lambda one: one[0].expert)  # which leaves ranks in their order
 
@@ -167,7 +184,7 @@ def _tiles(
     assert plan.tile is not None
     block_m, block_n = plan.tile
     bands = _by_expert(blocks, block_m, peers)
-    position, column = _walk(len(bands), -(-n // block_n), plan.group_bands)
+    position, column = _walk([one.expert for one, _ in bands], -(-n // block_n), plan.group_bands)
     known = np.array(
         [(one.row, one.rows, one.expert, one.there, one.peer, number) for one, number in bands], np.int64
     ).reshape(-1, 6)[position]  # fmt: skip
@@ -181,8 +198,8 @@ def _kept(table: Integers) -> Integers:
 
 @lru_cache(64)
 def leaving_table(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
-    """[tiles, 8]: what the exchange of `rank` computes, in order: expert by expert, of each first the rows for the
-    following ranks, its own last.
+    """[tiles, 8]: what the exchange of `rank` computes, in order: expert by expert, groups of bands column by column;
+    the bands of a group are first those for the following ranks, then its own.
 
     row, rows, column, columns of the product; place (of the first element) and stride in the receiver's matrix; LINE *
     expert + the receiver; the tile's word there: its band among those that the receiver gets, in order of senders.
@@ -238,8 +255,9 @@ def push_table(tokens: Tokens, plan: Plan, rank: int) -> Integers:
 
 @lru_cache(64)
 def arriving_tiles(tokens: Tokens, n: int, plan: Plan, rank: int) -> Integers:
-    """[tiles, 8]: what an all_to_all_matmul of `rank` multiplies, in order: expert by expert, of each own rows, then
-    the following ranks'.
+    """[tiles, 8]: what an all_to_all_matmul of `rank` multiplies, in order: expert by expert, groups of bands column by
+    column; the bands of a group are first own ones, then the following ranks'. So few tiles come before the first that
+    waits: what is pushed is there in a small part of the time that the weights take.
 
     As `fused_order.gather_table`, with the expert; own rows are those of x, others' those of the matrix that arrives.
     """
