@@ -77,7 +77,8 @@ def at_once(plan: Plan) -> bool:
 
 
 def own_last(problem: Problem) -> bool:
-    """Whether a rank's own tiles come last. A gather's come first, and where a GPU sums there is no such order."""
+    """Whether a rank's own tiles come last. A gather's come first, and where a GPU sums there is no such order; of rows
+    that change ranks they do in each group of bands."""
     if problem.operator == "all_gather_matmul":
         return False
     return problem.device == "cpu" or problem.operator == "matmul_all_to_all"
