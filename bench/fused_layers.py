@@ -10,7 +10,6 @@ from fused_common import BF16, Bench, Made, Variants, integers
 
 from undertow.plan.brought import fuller_waves
 from undertow.plan.defaults import fused_plan, gather_forms, scatter_forms
-from undertow.plan.fused import DECODE_TILES, STREAM_TILE
 from undertow.plan.plan import Plan
 from undertow.plan.problem import Problem
 
@@ -167,7 +166,7 @@ def decode(bench: Bench, m: int, k: int, n: int) -> Made:
     plans = {"fused": base}
     for name in _asked(bench.options["decode"], m):
         plan = _few_rows(base, name)
-        if plan not in plans.values() and (plan.tile == STREAM_TILE or plan.tile in DECODE_TILES):
+        if plan not in plans.values():
             plan.check(problem)
             plans[f"fused {name}"] = plan
     found: Variants = {"cublas": lambda which: torch.mm(x, weights[which], out=y)}

@@ -25,23 +25,13 @@ from undertow.plan.problem import Problem
 WAYS: dict[str, dict[str, object]] = {
     "one": {"block_n": 64, "split": 1, "owners": "rows", "ahead": 1024},
     "one, two parts": {"block_n": 128, "split": 2, "owners": "rows", "ahead": 0},
-    "one, taken": {"block_n": 16, "split": 1, "owners": "rows", "ahead": 0},
     "two": {"block_n": 64, "split": 0, "owners": "columns", "ahead": 1024},
     "two, wide": {"block_n": 128, "split": 0, "owners": "columns", "ahead": 512},
     "two, after": {"block_n": 128, "split": 0, "owners": "columns", "ahead": 0},
 }
 # Each with a seed: with bias and relu; or without, weights the other way round. Few kernels to compile.
 SHAPES = {(1, 8, 8): 30, (3, 200, 72): 30, (16, 1032, 136): 77, (33, 520, 200): 30, (64, 2056, 328): 77}
-TAKEN = "one, taken"  # of 16 rows at most, and weights that lie by rows of K; other ranks' may lie otherwise
 NO_FINISH = Finish(None, "none")
-
-
-def fits(way: str, m: int) -> bool:
-    return way != TAKEN or m <= 16
-
-
-def lying(way: str, w: torch.Tensor) -> torch.Tensor:
-    return w.t().contiguous().t() if way == TAKEN else w
 
 
 def planned(group: ut.Group, shape: tuple[int, int, int], dtype: torch.dtype, way: str) -> tuple[Problem, Plan]:
@@ -67,7 +57,7 @@ class Bare:
         xs = [matmul_suite.integers(m, k, seed + rank, case, group.device) for rank in range(group.size)]
         ws = [matmul_suite._weights(k, n, seed + 50 + rank, case, group.device) for rank in range(group.size)]
         self.group, self.name = group, f"{way} {shape}"
-        self.x, self.w = xs[group.rank].clone(), lying(way, ws[group.rank])
+        self.x, self.w = xs[group.rank].clone(), ws[group.rank]
         self.want = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(dtype)
         self.y = torch.full_like(self.want, float("nan"))
         self.problem, self.plan = planned(group, shape, dtype, way)
@@ -85,19 +75,16 @@ def few_rows_are_exact(group: ut.Group) -> None:
     """As the operator is called: odd sizes, ranks whose K differ, bias and relu, each turn and again."""
     for way in WAYS:
         for shape, seed in SHAPES.items():
-            if not fits(way, shape[0]):
-                continue
             case = Case("matmul_all_reduce", way, torch.bfloat16, shape, seed)
             xs, ws = matmul_suite._factors(group, case)
             bias, activation = matmul_suite._bias(case, shape[1], group.device), matmul_suite._activation(case)
             whole = reference(matmul_suite._wide(xs), matmul_suite._wide(ws)).to(case.dtype)
             want = matmul_suite._finished(whole, bias, activation)
             _, plan = planned(group, shape, case.dtype, way)
-            w = lying(way, ws[group.rank]) if group.rank else ws[group.rank]
             for _ in range(3):
                 y = torch.full_like(want, float("nan"))
                 ut.matmul_all_reduce(
-                    xs[group.rank], w, bias=bias, activation=activation, group=group, plan=plan, out=y
+                    xs[group.rank], ws[group.rank], bias=bias, activation=activation, group=group, plan=plan, out=y
                 )  # fmt: skip
                 matmul_suite._exactly(case, group, y, want)
             group.check()
@@ -116,7 +103,6 @@ def few_rows_follow_each_other(group: ut.Group) -> None:
         Bare(group, shape, way, 76 + number)
         for number, shape in enumerate(((4, 2048, 256), (48, 2056, 200)))
         for way in WAYS
-        if fits(way, shape[0])
     ]
     collective.run(ones, summed, [4096])
     for call in calls:
@@ -146,7 +132,7 @@ def few_rows_replay(group: ut.Group) -> None:
     """Graphs of four calls that are launched ahead of each other, replayed with new inputs, a rank late at times."""
     from gpu_checks import _replay
 
-    for way in ("one", TAKEN, "two", "two, wide"):
+    for way in ("one", "two", "two, wide"):
         one = Bare(group, (16, 2048, 256), way, 77)
         m = one.x.shape[0]
         ws = [one.w, *(one.w * scale for scale in (-1, 2, 1))]

@@ -144,7 +144,7 @@ def few(
         types |= {"parts": "*bf16", "word_bases": "*i64", "words": "*i32", "reduced": "i64", "lines": "i32"}
         aligned |= {"parts": 16}
     else:
-        types |= {"packets": "*i64", "taken": "*i32"}
+        types |= {"packets": "*i64"}
         constants |= {"SPLIT": 1, "AT_ONCE": at_once} | changes
         aligned |= {"packets": 16, "inner": 16}
         kernel = fused_decode_kernel

@@ -136,13 +136,6 @@ class Barrier:
         return self.phase % 2 != parity
 
 
-class Tile(torch.Tensor):
-    """A tensor of a role's own, which is also taken bit by bit for one of another type."""
-
-    def to(self, dtype: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
-        return self.view(dtype) if bitcast else super().to(dtype)
-
-
 class Pointer:
     """Elements of a tensor, or of a list of pointers."""
 
@@ -173,9 +166,9 @@ class Block:
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Block:
         return Block(self.world, self.data.view(shape))
 
-    def load(self, layout: Any) -> Tile:
+    def load(self, layout: Any) -> torch.Tensor:
         self.world.pause()
-        return self.data.clone().as_subclass(Tile)
+        return self.data.clone()
 
     def store(self, value: torch.Tensor) -> None:
         """In pieces, between which others run."""
@@ -199,8 +192,7 @@ class Descriptor:
 
     def __init__(self, matrix: torch.Tensor, block: tuple[int, int]) -> None:
         self.matrix, self.block, self.dtype, self.layout = matrix, block, matrix.dtype, None
-        size = block[0] * block[1] * matrix.element_size()
-        self.block_type = types.SimpleNamespace(nbytes=size, shape=list(block))
+        self.block_type = types.SimpleNamespace(nbytes=block[0] * block[1] * matrix.element_size())
 
     def read(self, row: int, column: int) -> torch.Tensor:
         found = torch.zeros(self.block, dtype=self.dtype)
@@ -228,10 +220,6 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
     return yes if condition else no
 
 
-def _static_assert(condition: bool, message: str) -> None:
-    assert condition, message
-
-
 def _load(pointer: Pointer, mask: Any = None, other: float = 0.0, volatile: bool = False) -> Any:
     if isinstance(pointer.memory, list):
         return pointer.memory[int(pointer.at)]
@@ -251,63 +239,42 @@ def _store(pointer: Pointer, value: Any, mask: Any = None) -> None:
     pointer.memory[at[inside]] = value[inside]
 
 
-Assembly = dict[Any, Callable[[World, list[Any]], Any]]
-"""What a kernel's own assembly does, of its operands."""
+def language(world: World, poll: str, release: str) -> types.SimpleNamespace:
+    """As much of Gluon's language as the kernel uses. `poll`, `release`: its assembly, whose sense this knows."""
 
-
-def poll(world: World, given: list[Any]) -> Any:
-    """Wait for a word."""
-    pointer, target, wanted = given[:3]
-    word, least = int(pointer.at[0]), int(target[0])
-    if wanted[0]:
-        world.pause(lambda: 0 <= int(pointer.memory[word]) - least < 16)
-    return torch.zeros_like(target)
-
-
-def release(world: World, given: list[Any]) -> Any:
-    """Store words."""
-    world.pause()
-    pointer, value, wanted = given
-    pointer.memory[pointer.at[wanted != 0]] = value[wanted != 0].to(pointer.memory.dtype)
-    world.pause()  # others may see it before this role goes on
-    return torch.zeros_like(value)
-
-
-def language(world: World, assembly: Assembly) -> types.SimpleNamespace:
-    """As much of Gluon's language as the kernels use."""
-
-    def assembled(text: Any, constraints: str, given: list[Any], **how: Any) -> Any:
-        return assembly[text](world, given)
+    def assembly(text: Any, constraints: str, given: list[Any], **how: Any) -> Any:
+        if text == poll:
+            pointer, target, wanted = given[:3]
+            word, least = int(pointer.at[0]), int(target[0])
+            if wanted[0]:
+                world.pause(lambda: 0 <= int(pointer.memory[word]) - least < 16)
+        else:
+            assert text == release
+            world.pause()
+            pointer, value, wanted = given
+            pointer.memory[pointer.at[wanted != 0]] = value[wanted != 0].to(pointer.memory.dtype)
+            world.pause()  # others may see it before this role goes on
+        return torch.zeros_like(given[1])
 
     def shared(dtype: Any, shape: list[int], layout: Any) -> Any:
         if layout == "barriers":
             return Barriers(shape[0])
-        return Block(world, torch.full(shape, float("nan") if dtype.is_floating_point else -1 << 40, dtype=dtype))
+        return Block(world, torch.full(shape, float("nan"), dtype=dtype))
 
-    def specialise(roles: list[tuple[Callable[..., Any], tuple[Any, ...]]], warps: Any, registers: Any) -> Any:
+    def specialise(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
         program = world.current.program
-        results: dict[int, Any] = {}
-
-        def working(at: int) -> Callable[[], None]:
-            role, given = roles[at]
-            return lambda: results.update({at: role(*given)})
-
-        started = [world.start(program, working(at)) for at in range(len(roles))]
+        started = [world.start(program, lambda one=one: one[0](*one[1])) for one in roles]  # type: ignore[misc]
         world.pause(lambda: all(role.over for role in started))
-        return results[0]
 
     return types.SimpleNamespace(
         program_id=lambda axis: world.current.program, load=_load, store=_store, where=_where,
         maximum=lambda a, b: max(int(a), int(b)), max=lambda value, axis: value.max(), cdiv=lambda a, b: -(-a // b),
-        multiple_of=lambda value, by: value, static_range=range, static_assert=_static_assert,
-        thread_barrier=world.pause, zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
-        inline_asm_elementwise=assembled, arange=lambda first, end, layout: torch.arange(first, end),
-        allocate_shared_memory=shared, warp_specialize=specialise, reshape=torch.reshape,
-        split=lambda pairs: pairs.unbind(-1), pointer_type=lambda dtype: dtype, float32=torch.float32,
-        int64=torch.int64, int32=torch.int64, int16=torch.int16, uint16=torch.uint16,
+        multiple_of=lambda value, by: value, static_range=range, thread_barrier=world.pause,
+        zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), inline_asm_elementwise=assembly,
+        arange=lambda first, end, layout: torch.arange(first, end), allocate_shared_memory=shared,
+        warp_specialize=specialise, float32=torch.float32, int32=torch.int64, int64=torch.int64,
         **dict.fromkeys(
-            ("NVMMADistributedLayout", "DotOperandLayout", "SwizzledSharedLayout", "BlockedLayout", "SliceLayout"),
-            lambda *shape: None,
+            ("NVMMADistributedLayout", "SwizzledSharedLayout", "BlockedLayout", "SliceLayout"), lambda *shape: None
         ),
     )  # fmt: skip
 
@@ -329,8 +296,8 @@ def barriers(world: World) -> types.SimpleNamespace:
 
 
 @contextmanager
-def standing_in(module: Any, world: World, assembly: Assembly, **functions: Callable[..., Any]) -> Iterator[None]:
-    """The module's device functions as plain ones, on this world; those of other modules are these `functions`."""
+def standing_in(module: Any, world: World, release: str, activated: Callable[..., Any]) -> Iterator[None]:
+    """The module's device functions as plain ones, on this world."""
 
     def copy(descriptor: Descriptor, corner: list[int], barrier: Barrier, block: Block) -> None:
         def land() -> None:
@@ -355,18 +322,16 @@ def standing_in(module: Any, world: World, assembly: Assembly, **functions: Call
         return deps[0] if num_outstanding or isinstance(deps[0], torch.Tensor) else deps[0].total
 
     kept = dict(vars(module))
+    poll = module._POLL.value
     for name, value in kept.items():
         if isinstance(value, gluon.constexpr):
             setattr(module, name, value.value)
         elif hasattr(value, "fn"):
             setattr(module, name, value.fn)
-    module.gl, module.mbarrier = language(world, assembly), barriers(world)
+    module.gl, module.mbarrier = language(world, poll, release), barriers(world)
     module.tma = types.SimpleNamespace(async_copy_global_to_shared=copy)
-    module.warpgroup_mma, module.warpgroup_mma_wait = multiply, wait
-    vars(module).update(functions)
+    module.warpgroup_mma, module.warpgroup_mma_wait, module.activated = multiply, wait, activated
     try:
         yield
     finally:
-        for name in [name for name in vars(module) if name not in kept]:
-            delattr(module, name)
         vars(module).update(kept)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_roles import Assembly, Barrier, Deadlock, Descriptor, Pointer, World, poll, release, standing_in
+from gluon_roles import Barrier, Deadlock, Descriptor, Pointer, World, standing_in
 
 from undertow.kernels import fused_chain
 from undertow.kernels.signals import RELEASE_EACH
@@ -75,8 +75,7 @@ def run(
         return work
 
     done = [[0] * CALLS for _ in shards]
-    assembly: Assembly = {fused_chain._POLL.value: poll, RELEASE_EACH.value: release}
-    with standing_in(fused_chain, world, assembly, activated=lambda total, ACTIVATION: torch.relu(total)):
+    with standing_in(fused_chain, world, RELEASE_EACH.value, lambda total, ACTIVATION: torch.relu(total)):
         fused_chain._ROWS = 1
         changes(fused_chain)
         for rank in range(ranks):

@@ -35,7 +35,6 @@ from .gemm import plain_multiply
 from .packets import send, settle
 from .poison import leave_grid
 from .signals import has_bulk_copies
-from .turns import LINE
 
 
 @triton.jit
@@ -97,15 +96,15 @@ def _take(
 
 
 _FREE = [
-    *("weights", "bias", "bases", "packets", "epochs", "taken", "active", "early", "rank", "rows", "half", "abort"),
-    *("error", "deadline_ns", "a_row", "b_row"),
+    *("weights", "bias", "bases", "packets", "epochs", "active", "early", "rank", "rows", "half", "abort", "error"),
+    *("deadline_ns", "a_row", "b_row"),
 ]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def fused_decode_kernel(
-    x, w, weights, out, bias, bases, packets, epochs, taken, rows: tl.int32, n: tl.int32, inner: tl.int32,
-    active: tl.int32, early: tl.int32, a_row: tl.int64, b_row: tl.int64, half: tl.int64, rank: tl.int32, abort, error,
+    x, w, weights, out, bias, bases, packets, epochs, rows: tl.int32, n: tl.int32, inner: tl.int32, active: tl.int32,
+    early: tl.int32, a_row: tl.int64, b_row: tl.int64, half: tl.int64, rank: tl.int32, abort, error,
     deadline_ns: tl.int64,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr,
     RANKS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr,
@@ -116,8 +115,7 @@ def fused_decode_kernel(
 
     `bases`: addresses of all ranks' packets, `packets` those here: [2, ranks * SPLIT, rows, N / 2] 64-bit words of
     which the second turn begins at `half`. N is even. The first `active` CTAs work; every CTA of the grid, which never
-    changes, counts calls in its word of `epochs`; behind those is `poison.leave_grid`'s. `taken`: what `fused_stream`
-    counts, of either turn. LANES (the CTA's threads) take
+    changes, counts calls in its word of `epochs`; behind those is `poison.leave_grid`'s. LANES (the CTA's threads) take
     AT_ONCE words each at once, whose packets are polled together: at most 32 of all sources. AHEAD: elements of K that
     are asked for early, 0: the call begins when the launch in front has ended. `early`: the next one may begin before
     this one waits for nobody, for which all ranks must have the same number of active CTAs.
@@ -139,8 +137,6 @@ def fused_decode_kernel(
         begin_early()
     epoch = tl.load(epochs + program, volatile=True) + 1
     turn = (epoch & 1).to(tl.int64) * half
-    if (program == 0) & (active > 0):
-        tl.store(taken + (1 - (epoch & 1)) * LINE, 0)  # the count of `fused_stream`, whose calls may follow
     plane = (rows * (n // 2)).to(tl.int64)
     down = tl.arange(0, BLOCK_M)[:, None]
     stored = program - active

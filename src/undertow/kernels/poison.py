@@ -38,14 +38,6 @@ def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr
     release by a fence before the add, not of the PTX memory model, in which a release is its own word's only; and
     nothing but the poison of a failed call stands on it.
     """
-    count_out(finished, failed, deadline_ns, RELEASED)
-    if failed != 0:
-        fill(output.to(tl.pointer_type(tl.int8)), byte_count, BLOCK)
-
-
-@triton.jit
-def count_out(finished, failed, deadline_ns, RELEASED: tl.constexpr = False):
-    """The count of `leave`; a CTA that `failed` comes back from it when all are out."""
     tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
     if failed == 0:
         if RELEASED:
@@ -61,19 +53,16 @@ def count_out(finished, failed, deadline_ns, RELEASED: tl.constexpr = False):
             seen = tl.atomic_add(finished, 0, sem="acquire", scope="gpu")
             waits = (seen < target) & (globaltimer() - begin < deadline_ns)
         tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
-
-
-@triton.jit
-def finished_of(epochs):
-    """Where a grid that has an int32 in `epochs` for each CTA counts those that left: the int64 behind them."""
-    return (epochs + (tl.num_programs(0) + 1) // 2 * 2).to(tl.pointer_type(tl.int64), bitcast=True)
+        fill(output.to(tl.pointer_type(tl.int8)), byte_count, BLOCK)
 
 
 @triton.jit
 def leave_grid(epochs, failed, out, count, deadline_ns):
-    """`leave` for a kernel whose grid never changes. `out`: a pointer to `count` elements."""
+    """`leave` for a kernel whose grid, which never changes, has an int32 in `epochs` for each CTA: the count of those
+    that left is the int64 behind them. `out`: a pointer to `count` elements."""
     SIZE: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
-    leave(finished_of(epochs), failed, out.to(tl.int64), count.to(tl.int64) * SIZE, deadline_ns, _FILLED)
+    finished = (epochs + (tl.num_programs(0) + 1) // 2 * 2).to(tl.pointer_type(tl.int64), bitcast=True)
+    leave(finished, failed, out.to(tl.int64), count.to(tl.int64) * SIZE, deadline_ns, _FILLED)
 
 
 @triton.jit(do_not_specialize=["output", "count", "abort"])

@@ -41,10 +41,6 @@ GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 NARROW_TILE = (128, 128)  # another one where rows are gathered: more of them may fill waves better
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
 DECODE_TILES = tuple((rows, columns) for columns in (256, 128, 64) for rows in (16, 32, 64))
-STREAM_TILE = (16, 16)
-"""Of few rows sent to all ranks: so few columns that whoever has room takes the next ones (`fused_stream`)."""
-STREAM_STEP = 256  # elements along K of a stage
-_STREAM_STAGES = 7, 24  # fewest that keep memory busy (and that `fused_stream` may have), and most
 AHEAD = (0, 256, 512, 1024, 2048)  # elements along K
 HALF_SHARED = 113 << 10  # bytes of shared memory of which two CTAs find room on an SM; the most that one may have:
 ALL_SHARED = 227 << 10
@@ -208,21 +204,6 @@ def decode_stages(plan: Plan, bulk: bool) -> int:
     rest = 1024 + 2 * block_m * block_n  # barriers; a tile of 16 bits on its way to memory
     held = (room - rest) // (2 * (block_m + block_n) * decode_step(plan, bulk))
     return max(2, min(8, held + (block_m < 64)))
-
-
-def stream_rows(rows: int) -> int:
-    """Rows of x that are multiplied at once, where columns are taken as it comes."""
-    return 8 if rows <= 8 else 16
-
-
-def stream_stages(rows: int, k: int) -> int:
-    """How many stages of weights find room beside all of x; 0: too few, so that this rank shares columns out."""
-    columns, tall = STREAM_TILE[1], stream_rows(rows)
-    rest = 2048 + 2 * 4 * columns * tall * 4  # barriers; four warps' parts, in fp32, of two blocks
-    kept = 2 * STREAM_STEP * tall * -(-k // STREAM_STEP)
-    least, most = _STREAM_STAGES
-    held = (ALL_SHARED - rest - kept) // (2 * STREAM_STEP * columns)
-    return min(most, held) if held >= least else 0
 
 
 def parts(plan: Plan, k: int) -> int:

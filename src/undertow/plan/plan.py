@@ -246,8 +246,6 @@ class Plan:
         few = problem.m <= fused.MOST_DECODE_ROWS and self.split * problem.ranks <= fused.MOST_PACKETS
         of_few = form in fused.OF_FEW_ROWS
         tiles = fused.DECODE_TILES if of_few else fused.gpu_tiles(problem)
-        if form == fused.DECODE and problem.bulk and self.split == 1 and not self.ahead:
-            tiles = *tiles, fused.STREAM_TILE
         tile_fits = problem.device == "cpu" or self.tile in tiles
         if of_few and self.tile is not None:
             tile_fits = tile_fits and self.tile[0] >= problem.m
