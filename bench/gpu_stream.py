@@ -5,7 +5,8 @@ node at once, device time of a call inside a CUDA graph, weights in turn so that
 loop of the fused kernels (`kernels/fused_decode.py`) for several tiles: columns of a block, elements along K that one
 load brings (a row of weights comes in pieces of so many contiguous bytes), CTAs; a kernel whose warps have roles, which
 takes blocks of columns in fixed turns or as it comes; and one row times weights by many small CTAs. Every variant is
-compared with exact integers first. Of those with roles the time between the first and the last CTA's end is shown.
+compared with exact integers first. Ranks do not wait for each other here: what one of them leaves of the memory's rate
+another one takes.
 
     PYTHONPATH=src python bench/gpu_stream.py [--ranks 4] [--m 1,16] [--k 1024,3584] [--rounds 5] [--out FILE.json]
 """
@@ -31,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 import undertow as ut
 from undertow.fabric.environment import environment
+from undertow.kernels.fused_chain import next_stage, stage_before
 from undertow.plan.fused import ALL_SHARED
 
 N = 8192
@@ -77,13 +79,15 @@ _NEXT = gl.constexpr("""{
     @first atom.relaxed.gpu.global.add.u32 found, [$1], 1;
     shfl.sync.idx.b32 $0, found, 0, 31, 0xffffffff;
 }""")
-_NOW = gl.constexpr("mov.u64 $0, %globaltimer;")
+_WARPS = gl.constexpr(4)  # that multiply
 
 
 @gluon.jit
 def _role_load(
     x, w, x_blocks, w_blocks, mail, free, there, counter, program, programs, blocks, steps, TAKEN: gl.constexpr
 ):  # fmt: skip
+    """Blocks of columns, in turns or (TAKEN) as a count gives them: into the stages, with the number of the block in
+    the mail of its first stage; -1 in the end. A stage's barrier hands its mail over, too: all lanes have stored it."""
     STAGES: gl.constexpr = w_blocks.type.shape[0]
     BLOCK_N: gl.constexpr = w_blocks.type.shape[1]
     BLOCK_K: gl.constexpr = w_blocks.type.shape[2]
@@ -108,9 +112,7 @@ def _role_load(
             mbarrier.expect(ready, x.block_type.nbytes + w.block_type.nbytes)
             tma.async_copy_global_to_shared(w, [block * BLOCK_N, step * BLOCK_K], ready, w_blocks.index(stage))
             tma.async_copy_global_to_shared(x, [0, step * BLOCK_K], ready, x_blocks.index(stage))
-            stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, phase = next_stage(stage, phase, STAGES)
         block = following
     mbarrier.wait(free.index(stage), phase)
     mail.index(stage).store(lanes * 0 - 1)
@@ -119,17 +121,16 @@ def _role_load(
 
 
 @gluon.jit
-def _role_multiply(
-    x_blocks, w_blocks, mail, free, there, out, stamps, program, rows, n, steps, WARPS: gl.constexpr
-):  # fmt: skip
+def _role_multiply(x_blocks, w_blocks, mail, free, there, out, rows, n, steps):
+    """out^T = w @ x^T of every block that comes. A stage is free when all warps have read it, its mail, too: they meet
+    before one of them says so."""
     STAGES: gl.constexpr = w_blocks.type.shape[0]
     BLOCK_N: gl.constexpr = w_blocks.type.shape[1]
     BLOCK_M: gl.constexpr = x_blocks.type.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    each: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_M, 16])
+    each: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
     across = gl.arange(0, BLOCK_N, gl.SliceLayout(1, layout))[:, None]
     down = gl.arange(0, BLOCK_M, gl.SliceLayout(0, layout))[None, :]
-    began = gl.inline_asm_elementwise(_NOW, "=l", [], dtype=gl.int64, is_pure=False, pack=1)
     stage, phase = 0, 0
     mbarrier.wait(there.index(0), 0)
     block = gl.max(mail.index(0).load(each), axis=0)
@@ -140,29 +141,22 @@ def _role_multiply(
             begun = warpgroup_mma(w_blocks.index(stage), x_blocks.index(stage).permute((1, 0)), running, is_async=True)
             running = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
             gl.thread_barrier()
-            before = gl.where(stage == 0, STAGES - 1, stage - 1)
-            mbarrier.arrive(free.index(before), count=1, pred=step > 0)
-            stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            mbarrier.arrive(free.index(stage_before(stage, STAGES)), count=1, pred=step > 0)
+            stage, phase = next_stage(stage, phase, STAGES)
         total = warpgroup_mma_wait(num_outstanding=0, deps=(running,))
         gl.thread_barrier()
-        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+        mbarrier.arrive(free.index(stage_before(stage, STAGES)), count=1)
         column = block * BLOCK_N + across
         gl.store(out + down * n + column, total.to(out.dtype.element_ty), mask=(down < rows) & (column < n))
         mbarrier.wait(there.index(stage), phase)
         block = gl.max(mail.index(stage).load(each), axis=0)
-    ended = gl.inline_asm_elementwise(_NOW, "=l", [], dtype=gl.int64, is_pure=False, pack=1)
-    gl.store(stamps + program * 2, began)
-    gl.store(stamps + program * 2 + 1, ended)
 
 
 @gluon.jit(do_not_specialize=["rows"])
 def role_kernel(
-    x, w, out, counters, stamps, rows: tl.int32, n: tl.int32, inner: tl.int32, STAGES: gl.constexpr,
-    TAKEN: gl.constexpr, WARPS: gl.constexpr,
+    x, w, out, counters, rows: tl.int32, n: tl.int32, inner: tl.int32, STAGES: gl.constexpr, TAKEN: gl.constexpr,
 ):  # fmt: skip
-    """out [rows, n] = x @ w^T: a warp loads, four or eight multiply; TAKEN: blocks go to who asks for one.
+    """out [rows, n] = x @ w^T: a warp loads, four multiply; TAKEN: blocks go to who asks for one.
 
     `counters`: [call & 1] is this call's, the other one is cleared for the next; [2] counts CTAs that have ended.
     """
@@ -185,7 +179,7 @@ def role_kernel(
         gl.store(counters + (1 - turn), 0)
     blocks, steps = gl.cdiv(n, BLOCK_N), gl.cdiv(inner, BLOCK_K)
     gl.warp_specialize([
-        (_role_multiply, (x_blocks, w_blocks, mail, free, there, out, stamps, program, rows, n, steps, WARPS)),
+        (_role_multiply, (x_blocks, w_blocks, mail, free, there, out, rows, n, steps)),
         (_role_load, (x, w, x_blocks, w_blocks, mail, free, there, counters + turn, program, programs, blocks, steps,
                       TAKEN)),
     ], [1], [40])  # fmt: skip
@@ -218,9 +212,8 @@ def streaming(
 
 
 def by_roles(
-    x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, tile: tuple[int, int], ctas: int, taken: bool,
-    stamps: torch.Tensor,
-) -> Callable[[int], torch.Tensor]:  # fmt: skip
+    x: torch.Tensor, weights: list[torch.Tensor], out: torch.Tensor, tile: tuple[int, int], ctas: int, taken: bool
+) -> Callable[[int], torch.Tensor]:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     block_n, block_k = tile
@@ -236,8 +229,8 @@ def by_roles(
 
     def call(which: int) -> torch.Tensor:
         kernel[(ctas,)](
-            rows, every[which], out, counters, stamps, x.shape[0], N, x.shape[1], STAGES=stages, TAKEN=taken, WARPS=4,
-            num_warps=4,
+            rows, every[which], out, counters, x.shape[0], N, x.shape[1], STAGES=stages, TAKEN=taken,
+            num_warps=_WARPS.value,
         )  # fmt: skip
         return out
 
@@ -269,13 +262,11 @@ def measure(bench: Bench, m: int, k: int, rounds: int) -> dict[str, Any]:
         if stages_of(*tile) >= LEAST_STAGES:
             for ctas in sorted({bench.sms, bench.sms - 1}):
                 variants[f"{tile[0]} x {tile[1]}, {ctas} CTAs"] = streaming(x, weights, out, tile, ctas)
-    stamps: dict[str, torch.Tensor] = {}
     for tile in ROLE_TILES:
         for taken in (False, True):
             for ctas in sorted({bench.sms, bench.sms - 1}):
                 name = f"roles {tile[0]} x {tile[1]}, {ctas} CTAs{', taken' if taken else ''}"
-                stamps[name] = torch.zeros(2 * ctas, dtype=torch.int64, device=bench.device)
-                variants[name] = by_roles(x, weights, out, tile, ctas, taken, stamps[name])
+                variants[name] = by_roles(x, weights, out, tile, ctas, taken)
     for block_n, block_k, warps in ROW_TILES if m == 1 else ():
         variants[f"a row, {block_n} x {block_k}, {warps} warps"] = by_row(x, weights, out, block_n, block_k, warps)
     good, wrong = bench.right(variants, x @ first.t(), (y, out))
@@ -290,15 +281,7 @@ def measure(bench: Bench, m: int, k: int, rounds: int) -> dict[str, Any]:
             if turn:
                 seconds[name].append(took)
     median = {name: statistics.median(found) for name, found in seconds.items()}
-    spread = {}
-    for name in stamps.keys() & ready.keys():
-        ready[name]()
-        torch.cuda.synchronize()
-        ends = bench.group.exchange(stamps[name].tolist(), "when CTAs ended")
-        last = sorted(one for rank in ends for one in rank[1::2])
-        first = min(one for rank in ends for one in rank[::2])
-        spread[name] = [(one - first) * 1e-3 for one in (last[0], last[len(last) // 2], last[-1])]
-    return {"m": m, "k": k, "ranks": bench.size, "median": median, "wrong": wrong, "spread": spread}
+    return {"m": m, "k": k, "ranks": bench.size, "median": median, "wrong": wrong}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -306,9 +289,7 @@ def lines(found: dict[str, Any]) -> list[str]:
     streamed = found["ranks"] * found["k"] * N * 2
     listed = [f"M {found['m']}, K {found['k']} a rank, {found['ranks']} ranks"]
     for name, took in sorted(found["median"].items(), key=lambda one: one[1]):
-        spread = found["spread"].get(name)
-        ends = f"  ends {spread[0]:.1f}, {spread[1]:.1f}, {spread[2]:.1f}" if spread else ""
-        listed.append(f"  {name:32} {took * 1e6:7.1f} us  {streamed / took * 1e-12:.2f} TB/s{ends}")
+        listed.append(f"  {name:32} {took * 1e6:7.1f} us  {streamed / took * 1e-12:.2f} TB/s")
     return listed + [f"  {name} left out: {reason}" for name, reason in found["wrong"].items()]
 
 

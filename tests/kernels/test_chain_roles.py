@@ -163,7 +163,7 @@ def freed_by_one(module: Any) -> None:
         pytest.param(without("wait", "there"), id="stages are read too early"),
         pytest.param(freed_by_one, id="one group frees a stage of both"),
         pytest.param(
-            before("mbarrier.arrive(free.index(gl.where", "total = warpgroup_mma_wait(num_outstanding=0"),
+            before("mbarrier.arrive(free.index(stage_before", "total = warpgroup_mma_wait(num_outstanding=0"),
             id="the last stage is freed while it is read",
         ),
     ],

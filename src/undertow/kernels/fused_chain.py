@@ -142,6 +142,19 @@ def blocks(a: Any, b: Any, transposed: bool, tile: tuple[int, int]) -> tuple[Any
 
 
 @gluon.jit
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """The stage behind one of a ring, and the phase of its barriers, which turns with the ring."""
+    stage += 1
+    phase = gl.where(stage == STAGES, phase ^ 1, phase)
+    return gl.where(stage == STAGES, 0, stage), phase
+
+
+@gluon.jit
+def stage_before(stage, STAGES: gl.constexpr):
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
 def _load(a, b, a_blocks, b_blocks, free, there, table, program, programs, tiles, steps, TRANSPOSED: gl.constexpr):
     """Blocks of both factors, tile by tile, into the stages."""
     STAGES: gl.constexpr = b_blocks.type.shape[0]
@@ -162,9 +175,7 @@ def _load(a, b, a_blocks, b_blocks, free, there, table, program, programs, tiles
                 tma.async_copy_global_to_shared(b, [column, step * BLOCK_K], ready, b_blocks.index(stage))
             else:
                 tma.async_copy_global_to_shared(b, [step * BLOCK_K, column], ready, b_blocks.index(stage))
-            stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, phase = next_stage(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -190,14 +201,12 @@ def _multiply(
             begun = warpgroup_mma(a_blocks.index(stage * _GROUPS + GROUP), weights, running, is_async=True)
             running = warpgroup_mma_wait(num_outstanding=1, deps=(begun,))
             gl.thread_barrier()  # of this group: its four warps have read the stage before
-            before = gl.where(stage == 0, STAGES - 1, stage - 1)
+            before = stage_before(stage, STAGES)
             mbarrier.arrive(free.index(before), count=1, pred=step > 0)  # the step before has read its stage
-            stage += 1
-            phase = gl.where(stage == STAGES, phase ^ 1, phase)
-            stage = gl.where(stage == STAGES, 0, stage)
+            stage, phase = next_stage(stage, phase, STAGES)
         total = warpgroup_mma_wait(num_outstanding=0, deps=(running,))
         gl.thread_barrier()
-        mbarrier.arrive(free.index(gl.where(stage == 0, STAGES - 1, stage - 1)), count=1)
+        mbarrier.arrive(free.index(stage_before(stage, STAGES)), count=1)
         mbarrier.wait(taken.index(1 - GROUP), turn)  # the half before, which the other group stored
         whole.store(total.to(product.dtype))
         gl.thread_barrier()  # of this group: all its warps have stored
