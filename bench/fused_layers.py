@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
+from undertow.plan import fused
 from undertow.plan.brought import fuller_waves
-from undertow.plan.defaults import fused_plan, gather_forms, scatter_forms
+from undertow.plan.defaults import few_row_forms, fused_plan, gather_forms, scatter_forms
 from undertow.plan.plan import Plan
 from undertow.plan.problem import Problem
 
@@ -133,19 +134,21 @@ def _asked(names: list[str], m: int) -> list[str]:
     """The plans of few rows to try. "all": the exchange that should be better in all forms, the other in its best."""
     if names != ["all"]:
         return names
-    at_once = ["one/64/1024", "one/64/2048", "one/64/0", "one/128/1024", "one/128/0", "one/256/512", "one/256/0"]
+    at_once = [*(["one/16"] if m == 1 else []), "one/64", "one/32"]
     owners = ["two/64/1024", "two/64/2048", "two/64/0", "two/128/512", "two/128/1024", "two/128/0", "two/256/0"]
-    return [*at_once, "two/64/1024"] if m < 16 else [*owners, *(["one/256/0"] if m < 64 else [])]
+    return [*at_once, "two/64/0"] if m < 16 else [*owners, *(["one/64"] if m < 64 else [])]
 
 
-def _few_rows(base: Plan, name: str) -> Plan:
-    """exchange/block_n/ahead[/split]: one (sent to all at once) or two (by owners of columns)."""
-    assert base.tile is not None
-    way, block_n, ahead, *split = name.split("/")
-    return replace(
-        base, tile=(base.tile[0], int(block_n)), ahead=int(ahead), owners={"one": "rows", "two": "columns"}[way],
-        split=0 if way == "two" else int(split[0]) if split else 1,
-    )  # fmt: skip
+def _few_rows(problem: Problem, base: Plan, name: str) -> Plan:
+    """one/block_n[/split]: sent to all at once, of 16 columns for one row; two/block_n/ahead: by owners of columns."""
+    way, block_n, *rest = name.split("/")
+    plan = replace(base, **few_row_forms(problem)["at once" if way == "one" else "owners"])
+    assert plan.tile is not None
+    rows = 1 if int(block_n) == fused.ROW_TILE[1] else max(16, plan.tile[0])
+    changed = replace(plan, tile=(rows, int(block_n)))
+    if not rest:
+        return changed
+    return replace(changed, split=int(rest[0])) if way == "one" else replace(changed, ahead=int(rest[0]))
 
 
 def decode(bench: Bench, m: int, k: int, n: int) -> Made:
@@ -165,7 +168,7 @@ def decode(bench: Bench, m: int, k: int, n: int) -> Made:
     assert base.tile is not None
     plans = {"fused": base}
     for name in _asked(bench.options["decode"], m):
-        plan = _few_rows(base, name)
+        plan = _few_rows(problem, base, name)
         if plan not in plans.values():
             plan.check(problem)
             plans[f"fused {name}"] = plan

@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--loaders", default="4,8,16,32", help="CTAs that push rows in further gather plans")
     parser.add_argument(
         "--decode", default="",
-        help="further decode plans, exchange/block_n/ahead[/split] each, as one/64/1024,one/64/0/2,two/128/512; or all",
+        help="further decode plans: one/block_n[/split] or two/block_n/ahead, as one/64,one/64/2,two/128/512; or all",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

@@ -2,7 +2,7 @@
 
 A decode step lasts as long as its weights take to come from memory. In one run, interleaved, on all ranks of a virtual
 node at once, device time of a call inside a CUDA graph, weights in turn so that none is in the cache: cuBLAS; the main
-loop of the fused kernels (`kernels/fused_decode.py`) for several tiles: columns of a block, elements along K that one
+loop of a fused kernel (`kernels/fused_columns.py`) for several tiles: columns of a block, elements along K that one
 load brings (a row of weights comes in pieces of so many contiguous bytes), CTAs; a kernel whose warps have roles, which
 takes blocks of columns in fixed turns or as it comes; and one row times weights by many small CTAs. Every variant is
 compared with exact integers first. Ranks do not wait for each other here: what one of them leaves of the memory's rate

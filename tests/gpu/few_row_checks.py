@@ -1,7 +1,7 @@
 """matmul_all_reduce of few rows on a GPU, in both exchanges: exact, replayed, launched ahead. Run by `operator_checks`.
 
-Where weights are asked for ahead, calls must follow each other without anything between them, as a launch begins early
-only behind another one: so most checks enqueue bare calls, without the words by which operators are watched.
+Calls that are launched early must follow each other without anything between them, as a launch begins early only behind
+another one: so most checks enqueue bare calls, without the words by which operators are watched.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import matmul_suite
 import torch
@@ -17,17 +18,20 @@ from matmul_suite import Case
 import undertow as ut
 from undertow.ops.finish import Finish
 from undertow.ops.matmul_all_reduce import reference
-from undertow.plan.defaults import fused_plan
-from undertow.plan.plan import Plan
+from undertow.plan.defaults import few_row_forms, fused_plan
+from undertow.plan.plan import Plan, Share
 from undertow.plan.problem import Problem
 
-# block_n and what else the plan says: both exchanges, launched ahead and not, K in parts, blocks without columns.
-WAYS: dict[str, dict[str, object]] = {
-    "one": {"block_n": 64, "split": 1, "owners": "rows", "ahead": 1024},
-    "one, two parts": {"block_n": 128, "split": 2, "owners": "rows", "ahead": 0},
-    "two": {"block_n": 64, "split": 0, "owners": "columns", "ahead": 1024},
-    "two, wide": {"block_n": 128, "split": 0, "owners": "columns", "ahead": 512},
-    "two, after": {"block_n": 128, "split": 0, "owners": "columns", "ahead": 0},
+# Of either exchange, what else the plan says: small CTAs for all pieces and for fewer SMs, K in parts; by owners
+# launched ahead and not, blocks without columns. One row has a tile of its own where nothing else is said.
+WAYS: dict[str, dict[str, Any]] = {
+    "one": {},
+    "one, narrow": {"block_n": 32},
+    "one, two parts": {"block_n": 64, "split": 2},
+    "one, bounded": {"share": Share(5, 3)},
+    "two": {"block_n": 64, "ahead": 1024},
+    "two, wide": {"block_n": 128, "ahead": 512},
+    "two, after": {"block_n": 128},
 }
 # Each with a seed: with bias and relu; or without, weights the other way round. Few kernels to compile.
 SHAPES = {(1, 8, 8): 30, (3, 200, 72): 30, (16, 1032, 136): 77, (33, 520, 200): 30, (64, 2056, 328): 77}
@@ -40,10 +44,12 @@ def planned(group: ut.Group, shape: tuple[int, int, int], dtype: torch.dtype, wa
         "matmul_all_reduce", m, n, k, dtype=str(dtype).removeprefix("torch."), ranks=group.size, device="cuda",
         multiprocessors=group.fabric.multiprocessors,
     )  # fmt: skip
-    plan = fused_plan(problem, "peer")
+    form = few_row_forms(problem)["at once" if way.startswith("one") else "owners"]
+    plan, asked = replace(fused_plan(problem, "peer"), **form), dict(WAYS[way])
     assert plan.tile is not None
-    asked = dict(WAYS[way])
-    plan = replace(plan, tile=(plan.tile[0], asked.pop("block_n")), **asked)  # type: ignore[arg-type]
+    if "block_n" in asked:
+        asked["tile"] = (max(16, plan.tile[0]), asked.pop("block_n"))
+    plan = replace(plan, **asked)
     plan.check(problem)
     return problem, plan
 
@@ -101,7 +107,7 @@ def few_rows_follow_each_other(group: ut.Group) -> None:
     ones, summed = (torch.ones(4096, device=group.device) for _ in range(2))
     calls = [
         Bare(group, shape, way, 76 + number)
-        for number, shape in enumerate(((4, 2048, 256), (48, 2056, 200)))
+        for number, shape in enumerate(((4, 2048, 256), (48, 2056, 200), (1, 2056, 264)))
         for way in WAYS
     ]
     collective.run(ones, summed, [4096])
@@ -129,7 +135,7 @@ def few_rows_follow_each_other(group: ut.Group) -> None:
 
 
 def few_rows_replay(group: ut.Group) -> None:
-    """Graphs of four calls that are launched ahead of each other, replayed with new inputs, a rank late at times."""
+    """Graphs of four calls that begin as the one before ends, replayed with new inputs, a rank late at times."""
     from gpu_checks import _replay
 
     for way in ("one", "two", "two, wide"):

@@ -11,6 +11,7 @@ import torch
 import undertow as ut
 
 CALLS: dict[str, tuple[str, str, int]] = {
+    "one row": ("matmul_all_reduce", "fused:peer", 1),
     "few rows, to all at once": ("matmul_all_reduce", "fused:peer", 4),
     "few rows, by owners": ("matmul_all_reduce", "fused:peer", 48),
     "tiles": ("matmul_reduce_scatter", "fused:peer", 1024),
@@ -29,8 +30,7 @@ def operator_without_the_last(name: str) -> str:
     group = ut.init()
     operator, strategy, rows = CALLS[name]
     x = torch.ones(rows, 512, dtype=torch.bfloat16, device=group.device)
-    w = torch.ones(512, 1024, dtype=torch.bfloat16, device=group.device)
-
+    w = torch.ones(1024, 512, dtype=torch.bfloat16, device=group.device).t()
     how: dict[str, object] = {"strategy": strategy}
     if strategy == "rotated":
         how = {"plan": chain_checks.scatter_plans(group, rows, w.shape[1], x.shape[1])[1]}

@@ -149,7 +149,6 @@ def plain() -> list[str]:
 
     from undertow.kernels import (
         fused_columns,
-        fused_decode,
         fused_exchange,
         fused_gather,
         fused_scatter,
@@ -161,7 +160,7 @@ def plain() -> list[str]:
     def no_bulk_copies(_semantic=None):  # type: ignore[no-untyped-def]
         return tl.constexpr(False)
 
-    for module in (signals, turns, fused_columns, fused_decode, fused_exchange, fused_gather, fused_scatter):
+    for module in (signals, turns, fused_columns, fused_exchange, fused_gather, fused_scatter):
         module.has_bulk_copies = no_bulk_copies  # type: ignore[attr-defined]
     group = ut.init()
     group.fabric.bulk_copies = False

@@ -122,30 +122,44 @@ def exchange(
 
 
 def few(
-    tile: tuple[int, int], owners: str = "rows", ranks: int = 4, target: str = "sm_90", transposed: bool = True,
-    ahead: int = 512, at_once: int = 1, **changes: Any,
+    tile: tuple[int, int], ranks: int = 4, target: str = "sm_90", transposed: bool = True, ahead: int = 512,
+    **changes: Any,
 ) -> CompiledKernel:  # fmt: skip
-    """Few rows, sent to all ranks or (`owners` "columns") summed by owners, as the plan has them multiplied."""
-    plan = Plan("fused", "peer", ((0, 1),), tile=tile, owners=owners, ahead=ahead)
-    step = fused.decode_step(plan, target == "sm_90")
+    """Few rows, summed by owners of columns."""
+    plan = Plan("fused", "peer", ((0, 1),), tile=tile, owners="columns", ahead=ahead)
+    step = fused.owned_step(plan, target == "sm_90")
     factors, aligned = operands(target, tile, transposed, False, ("x",), "w", step)
     types = {
-        **factors, "weights": "*bf16", "out": "*bf16", "bias": "*bf16", "bases": "*i64", "epochs": "*i32",
-        **dict.fromkeys(("rows", "n", "inner", "active", "early", "rank"), "i32"),
-        **dict.fromkeys(("half", "a_row", "b_row"), "i64"), **WATCH,
+        **factors, **dict.fromkeys(("weights", "out", "bias", "parts"), "*bf16"),
+        **dict.fromkeys(("bases", "word_bases"), "*i64"), **dict.fromkeys(("epochs", "words"), "*i32"),
+        **dict.fromkeys(("rows", "n", "inner", "active", "early", "rank", "lines"), "i32"),
+        **dict.fromkeys(("half", "reduced", "a_row", "b_row"), "i64"), **WATCH,
     }  # fmt: skip
     constants: dict[str, Any] = {
         "BLOCK_M": tile[0], "BLOCK_N": tile[1], "BLOCK_K": step, "TRANSPOSED": transposed, "RANKS": ranks,
         "LANES": 256, "AHEAD": ahead, "BIAS": False, "ACTIVATION": 0, **changes,
     }  # fmt: skip
-    aligned |= {"out": 16, "n": 16}
-    stages, kernel = fused.decode_stages(plan, target == "sm_90"), fused_columns_kernel
-    if owners == "columns":
-        types |= {"parts": "*bf16", "word_bases": "*i64", "words": "*i32", "reduced": "i64", "lines": "i32"}
-        aligned |= {"parts": 16}
-    else:
-        types |= {"packets": "*i64"}
-        constants |= {"SPLIT": 1, "AT_ONCE": at_once} | changes
-        aligned |= {"packets": 16, "inner": 16}
-        kernel = fused_decode_kernel
-    return compile_kernel(kernel, types, constants, target, 8, aligned, stages, fused.HALF_REGISTERS if ahead else None)
+    aligned |= {"out": 16, "n": 16, "parts": 16}
+    registers = fused.HALF_REGISTERS if ahead else None
+    stages = fused.owned_stages(plan, target == "sm_90")
+    return compile_kernel(fused_columns_kernel, types, constants, target, 8, aligned, stages, registers)
+
+
+def decode(
+    tile: tuple[int, int] = (16, 64), ranks: int = 4, target: str = "sm_90", transposed: bool = True, at_once: int = 2,
+    **changes: Any,
+) -> CompiledKernel:  # fmt: skip
+    """Few rows, sent to all ranks at once."""
+    types = {
+        **dict.fromkeys(("x", "w", "out", "bias"), "*bf16"), **dict.fromkeys(("bases", "packets"), "*i64"),
+        **dict.fromkeys(("epochs", "taken"), "*i32"),
+        **dict.fromkeys(("rows", "n", "inner", "multiplying", "summing", "rank"), "i32"),
+        **dict.fromkeys(("half", "x_row", "w_row"), "i64"), **WATCH,
+    }  # fmt: skip
+    constants: dict[str, Any] = {
+        "ROWS": tile[0], "BLOCK_N": tile[1], "BLOCK_K": fused.decode_step(tile), "TRANSPOSED": transposed, "SPLIT": 1,
+        "TURNS": False, "RANKS": ranks, "LANES": 128, "AT_ONCE": at_once, "EARLY": target == "sm_90", "BIAS": False,
+        "ACTIVATION": 0, **changes,
+    }  # fmt: skip
+    aligned = dict.fromkeys(("x", "w", "out", "n", "inner"), 16)
+    return compile_kernel(fused_decode_kernel, types, constants, target, 4, aligned, fused.decode_stages(tile))

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from fused_builds import STAGES, few, gather, scatter
+from fused_builds import STAGES, decode, few, gather, scatter
 from ptx import check_acquire_order, check_after_bulk_stores, check_release_order
 
 from undertow.kernels.turns import LINE
@@ -114,25 +114,62 @@ FEW = [(rows, columns) for rows in (16, 32, 64) for columns in (64, 128)]
 THREADS, REGISTERS = 256, 64 << 10  # of a CTA, of an SM
 
 
-@pytest.mark.parametrize(("rows", "at_once", "ranks"), [(16, 1, 4), (64, 4, 8)])
-def test_few_rows_are_sent_as_packets(rows: int, at_once: int, ranks: int) -> None:
-    kernel = few((rows, 256), ranks=ranks, at_once=at_once, ahead=0)
-    assert kernel.spills == 0
-    assert kernel.shared <= SHARED
-    # A packet is data and flag in one access; nothing else is waited for.
-    assert re.search(r"st\.relaxed\.sys\.global\.b64", kernel.ptx)
-    assert "ld.acquire" not in kernel.ptx
-    polled = re.findall(r"@wanted(\d+) ld\.relaxed\.sys\.global\.b64", kernel.ptx)
+@pytest.mark.parametrize(("tile", "at_once", "ranks"), [((16, 64), 2, 4), ((64, 32), 1, 8), (fused.ROW_TILE, 2, 4)])
+def test_few_rows_are_sent_as_packets(tile: tuple[int, int], at_once: int, ranks: int) -> None:
+    """A packet is data and flag in one access; nothing else is waited for."""
+    ptx = decode(tile, ranks, at_once=at_once).ptx
+    assert len(re.findall(r"st\.relaxed\.sys\.global\.b64", ptx)) >= ranks
+    assert not re.search(r"ld\.acquire", ptx)
+    polled = re.findall(r"@wanted(\d+) ld\.relaxed\.sys\.global\.b64", ptx)
     assert len(set(polled)) == ranks * at_once
-    assert "griddepcontrol" not in kernel.ptx
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("tile", fused.DECODE_TILES)
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_small_ctas_find_room_beside_each_other(tile: tuple[int, int], ranks: int, target: str) -> None:
+    """Two on any SM, or those that multiply might find none beside those that wait; where many are wanted, four."""
+    kernel = decode(tile, ranks, target, at_once=max(1, 8 // ranks))
+    wanted = 8 if tile == fused.ROW_TILE else 4 if target == "sm_90" else 2
+    assert kernel.spills == 0
+    assert kernel.registers * 128 * wanted <= REGISTERS
+    assert kernel.shared * wanted <= (SHARED if target == "sm_90" else 99 << 10)
+
+
+def test_one_row_reads_16_bytes_at_a_time() -> None:
+    loop = decode(fused.ROW_TILE).innermost_loop("LDG.E.EF.128")
+    assert sum("LDG.E.EF.128" in one for one in loop) == 4
+
+
+def test_a_call_counts_who_read_its_number_and_who_left() -> None:
+    """Who read it, relaxed: the address depends on the number. Who left releases what it stored, behind a barrier."""
+    ptx = decode().ptx
+    assert re.search(r"atom\.(?:global\.)?gpu\.(?:global\.)?relaxed|atom\.relaxed\.gpu|atom\.global\.gpu\.relaxed", ptx)
+    releases = [one.start() for one in re.finditer(r"(?:atom|red)\.(?:global\.)?(?:gpu\.release|release\.gpu)", ptx)]
+    assert releases
+    for one in releases:
+        stores = [found.start() for found in re.finditer(r"st\.global\.(?!relaxed)\S*b(?:16|32)", ptx[:one])]
+        barriers = [found.start() for found in re.finditer(r"\bbar(?:rier)?\.", ptx[:one])]
+        assert barriers[-1] > stores[-1]
+
+
+def test_a_call_begins_when_the_one_in_front_has_ended() -> None:
+    """Nothing is read or stored before the wait; the next one is let in behind a barrier, when packets have come."""
+    for tile in (fused.ROW_TILE, (16, 64)):
+        ptx = decode(tile).ptx
+        before, after = ptx.split("griddepcontrol.wait")
+        assert not re.findall(r"\b(?:ld|st|atom|red)\.(?!param)|cp\.async", before)
+        (let,) = (one.start() for one in re.finditer(r"griddepcontrol\.launch_dependents", after))
+        barriers = [found.start() for found in re.finditer(r"\bbar(?:rier)?\.", after[:let])]
+        assert barriers[-1] > after[:let].rindex("bra POLL")
+    assert "griddepcontrol" not in decode(target="sm_80").ptx
 
 
 @pytest.mark.parametrize("tile", FEW)
-@pytest.mark.parametrize("owners", ["rows", "columns"])
 @pytest.mark.parametrize("ranks", [4, 8])
-def test_the_next_call_of_few_rows_finds_room_beside_this_one(tile: tuple[int, int], owners: str, ranks: int) -> None:
+def test_the_next_call_of_few_rows_finds_room_beside_this_one(tile: tuple[int, int], ranks: int) -> None:
     """What fills more than half an SM would not be launched before this one ends, and could not ask for its weights."""
-    kernel = few(tile, owners, ranks, ahead=1024 if tile[1] == 64 else 512)
+    kernel = few(tile, ranks, ahead=1024 if tile[1] == 64 else 512)
     assert kernel.spills <= 64  # bytes, of a few addresses that are used once
     assert kernel.registers * THREADS * 2 <= REGISTERS
     assert 80 << 10 <= kernel.shared <= fused.HALF_SHARED
@@ -140,28 +177,26 @@ def test_the_next_call_of_few_rows_finds_room_beside_this_one(tile: tuple[int, i
     assert ("wgmma" in kernel.ptx) == (tile[0] == 64)
 
 
-@pytest.mark.parametrize("owners", ["rows", "columns"])
-def test_weights_of_few_rows_stream_across_tiles(owners: str) -> None:
+def test_weights_of_few_rows_stream_across_tiles() -> None:
     """There is one loop over all steps of all tiles: bulk loads before it, and once in it."""
     for tile in ((16, 64), (64, 128)):
-        kernel = few(tile, owners)
-        stages = fused.decode_stages(Plan("fused", "peer", ((0, 1),), tile=tile, ahead=512), True)
+        kernel = few(tile)
+        stages = fused.owned_stages(Plan("fused", "peer", ((0, 1),), tile=tile, ahead=512), True)
         loads = len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", kernel.ptx))
         assert loads == stages * 2  # of x and of w
 
 
-@pytest.mark.parametrize("owners", ["rows", "columns"])
 @pytest.mark.parametrize("transposed", [True, False])
-def test_before_the_launch_in_front_has_ended_weights_are_only_asked_for(owners: str, transposed: bool) -> None:
+def test_before_the_launch_in_front_has_ended_weights_are_only_asked_for(transposed: bool) -> None:
     """What is read or stored comes after the wait, in every CTA; the next one is let in behind a barrier."""
-    ptx = few((16, 64), owners, transposed=transposed).ptx
+    ptx = few((16, 64), transposed=transposed).ptx
     before, after = ptx.split("griddepcontrol.wait")
     assert "cp.async.bulk.prefetch.L2.global" in before
     assert "cp.async.bulk.prefetch" not in after
     assert not re.findall(r"\b(?:ld|st|atom|red)\.(?!param)|cp\.async\.bulk\.tensor|mbarrier\.arrive", before)
     assert not re.search(r"\bret\b", before)
     let = [one.start() for one in re.finditer(r"griddepcontrol\.launch_dependents", after)]
-    assert len(let) >= (1 if owners == "rows" else 2)  # all are known to run; nothing is left to wait for
+    assert len(let) >= 2  # all are known to run; nothing is left to wait for
     for one in let:  # what some threads waited for, all know
         barriers = [found.start() for found in re.finditer(r"\bbar(?:rier)?\.", after[:one])]
         assert barriers[-1] > after[:one].rindex("bra POLL")
@@ -171,7 +206,7 @@ def test_before_the_launch_in_front_has_ended_weights_are_only_asked_for(owners:
 
 def test_parts_and_sums_are_told_of_when_they_are_there() -> None:
     for tile, ranks in (((16, 64), 4), ((64, 128), 8)):
-        ptx = few(tile, "columns", ranks).ptx
+        ptx = few(tile, ranks).ptx
         assert len(re.findall(r"st\.release\.sys", ptx)) >= 1
         assert check_release_order(ptx) == []
         assert unordered_loads(ptx) == []
@@ -185,14 +220,13 @@ def test_parts_and_sums_are_told_of_when_they_are_there() -> None:
 
 
 def test_parts_and_sums_move_16_bytes_at_a_time() -> None:
-    found = set(re.findall(r"(?:ld|st)\.global\.\S+", few((64, 128), "columns").ptx))
+    found = set(re.findall(r"(?:ld|st)\.global\.\S+", few((64, 128)).ptx))
     assert not [one for one in found if "b16" in one], found
     assert any("v4.b32" in one for one in found)
 
 
-@pytest.mark.parametrize("owners", ["rows", "columns"])
-def test_few_rows_without_tma(owners: str) -> None:
-    kernel = few((64, 128), owners, target="sm_80", ahead=0)
+def test_few_rows_without_tma() -> None:
+    kernel = few((64, 128), target="sm_80", ahead=0)
     assert kernel.spills == 0
     assert "griddepcontrol" not in kernel.ptx
     assert "cp.async.bulk" not in kernel.ptx

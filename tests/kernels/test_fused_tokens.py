@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fused_builds import STAGES, exchange, few, gather, scatter
+from fused_builds import STAGES, decode, exchange, few, gather, scatter
 from ptx import CompiledKernel, check_acquire_order, check_release_order
 
 from undertow.plan import fused
@@ -23,8 +23,8 @@ PLAIN: dict[str, Callable[[], CompiledKernel]] = {
     "arrive": lambda: gather(False, "sm_80", (128, 128), tokens=True, even=False, bias=True),
     "exchange": lambda: exchange(8, "sm_80", (128, 128), bias=True),
     "exchange of odd columns": lambda: exchange(8, "sm_80", (64, 128), even=False),
-    "decode": lambda: few((64, 256), "rows", 8, "sm_80", ahead=0, at_once=4),
-    "columns": lambda: few((64, 128), "columns", 8, "sm_80", ahead=0),
+    "decode": lambda: decode((64, 64), 8, "sm_80", at_once=1),
+    "columns": lambda: few((64, 128), 8, "sm_80", ahead=0),
 }
 BULK: dict[str, Callable[[], CompiledKernel]] = {
     "exchange": exchange,
@@ -150,9 +150,14 @@ def test_an_exchange_as_it_is_launched() -> None:
     interpreted("interpreted_launches.py::test_an_exchange_as_it_is_launched[136-24-True-True]")
 
 
-@pytest.mark.parametrize("way", ["at once", pytest.param("owners", marks=pytest.mark.nightly)])
-def test_few_rows_as_they_are_launched(way: str) -> None:
-    interpreted(f"interpreted_launches.py::test_few_rows_as_they_are_launched[True-tile1-shape1-True-{way}]")
+@pytest.mark.parametrize("which", ["tile0-shape0-2-3", "tile2-shape2-1-2"])
+def test_few_rows_are_sent_at_once_as_they_are_launched(which: str) -> None:
+    interpreted(f"interpreted_launches.py::test_few_rows_are_sent_at_once_as_they_are_launched[{which}-True]")
+
+
+@pytest.mark.nightly
+def test_few_rows_as_they_are_launched() -> None:
+    interpreted("interpreted_launches.py::test_few_rows_as_they_are_launched[True-tile1-shape1-True]")
 
 
 def test_a_scatter_as_it_is_launched() -> None:

@@ -88,13 +88,15 @@ def test_plans_of_few_rows_that_are_tried_fit(m: int, ranks: int) -> None:
     )  # fmt: skip
     base = fused_plan(problem, "peer")
     names = fused_layers._asked(["all"], m)
-    plans = [fused_layers._few_rows(base, name) for name in names]
+    plans = [fused_layers._few_rows(problem, base, name) for name in names]
     for plan in plans:
         plan.check(problem)
     assert len(set(plans)) == len(names)
     assert base in plans
-    one = fused_layers._few_rows(base, "one/128/512/2")
-    assert (one.tile, one.split, one.owners, one.ahead) == ((base.tile[0], 128), 2, "rows", 512)  # type: ignore[index]
+    one, two = (fused_layers._few_rows(problem, base, name) for name in ("one/64/2", "two/128/512"))
+    rows = max(16, base.tile[0])  # type: ignore[index]
+    assert (one.tile, one.split, one.owners, one.ahead) == ((rows, 64), 2, "rows", 0)
+    assert (two.tile, two.split, two.owners, two.ahead) == ((rows, 128), 0, "columns", 512)
 
 
 @pytest.mark.parametrize("ranks", [4, 8])

@@ -11,7 +11,7 @@ from plan_machines import VIRTUAL_NODE
 
 from undertow.errors import InvalidArgument
 from undertow.plan import chain, fused, fused_order
-from undertow.plan.defaults import default_plan, fused_plan
+from undertow.plan.defaults import default_plan, few_row_forms, fused_plan
 from undertow.plan.machine import Machine
 from undertow.plan.plan import Plan, Share
 from undertow.plan.predict import predict
@@ -291,20 +291,23 @@ def test_the_other_exchange_of_few_rows_is_tried() -> None:
         for plan in found:
             plan.check(asked)
         assert {fused.form(asked, plan) for plan in found} == set(fused.OF_FEW_ROWS)
-        assert len({plan.tile for plan in found}) == 2
+        assert len({plan.tile for plan in found}) >= 2
 
 
 @pytest.mark.parametrize(("multiprocessors", "n", "columns", "split"), [
-    (33, 8192, 256, 1), (33, 4096, 128, 1), (33, 2048, 64, 1), (16, 8192, 64, 1), (132, 8192, 64, 1),
-    (132, 4096, 64, 2),
+    (33, 8192, 64, 1), (33, 2048, 32, 1), (16, 8192, 64, 1), (132, 8192, 32, 1), (132, 2048, 32, 2),
 ])  # fmt: skip
-def test_columns_of_few_rows_are_shared_evenly(multiprocessors: int, n: int, columns: int, split: int) -> None:
-    """No CTA has more columns than it must; where half of them have none, K in two parts is tried."""
-    asked = Problem.of(
-        "matmul_all_reduce", 1, n, 1024, dtype="bfloat16", ranks=4, device="cuda", multiprocessors=multiprocessors
+def test_few_rows_have_a_cta_for_every_sm(multiprocessors: int, n: int, columns: int, split: int) -> None:
+    """Blocks of columns are so narrow that every SM has one; where half of them have none, K in two parts is tried."""
+    one, asked = (
+        Problem.of(
+            "matmul_all_reduce", m, n, 1024, dtype="bfloat16", ranks=4, device="cuda", multiprocessors=multiprocessors
+        )
+        for m in (1, 2)
     )
     plan = fused_plan(asked, "peer")
     assert plan.tile == (16, columns)
+    assert fused_plan(one, "peer").tile == fused.ROW_TILE
     tried = fused_plans(asked)
     for one in tried:
         one.check(asked)
@@ -329,15 +332,44 @@ def test_every_block_of_columns_belongs_to_a_rank(ranks: int, n: int) -> None:
         assert order == [one for one in ((rank + 1 + step) % ranks for step in range(ranks)) if one < blocks]
 
 
+@pytest.mark.parametrize("n", [8, 200, 8192])
 @pytest.mark.parametrize("tile", fused.DECODE_TILES)
+@pytest.mark.parametrize("working", [1, 2, 3, 16, 132])
+def test_no_more_small_ctas_wait_than_there_are_sms(tile: tuple[int, int], working: int, n: int) -> None:
+    """Each piece has a CTA; where SMs are bounded, all of them together have one each at most, but one of either."""
+    asked = problem("matmul_all_reduce", m=1, n=n)
+    plan = replace(fused_plan(asked, "peer"), tile=tile, split=2)
+    pieces = 2 * -(-n // tile[1])
+    multiplying, summing = fused.small_ctas(asked, plan, tile, working, False)
+    assert multiplying == pieces
+    assert 1 <= summing <= working
+    multiplying, summing = fused.small_ctas(asked, plan, tile, working, True)
+    assert 1 <= multiplying <= pieces
+    assert summing >= 1
+    assert multiplying + summing <= max(2, working)
+    assert fused.small_ctas(asked, plan, tile, 0, True) == (0, 0)
+
+
+def test_few_rows_that_are_sent_at_once_do_not_ask_ahead() -> None:
+    asked = problem("matmul_all_reduce", m=1)
+    for way, form in few_row_forms(asked).items():
+        plan = replace(fused_plan(asked, "peer"), **form, ahead=512)
+        if way == "owners":
+            plan.check(asked)
+        else:
+            with pytest.raises(InvalidArgument, match=r"plan\.ahead"):
+                plan.check(asked)
+
+
+@pytest.mark.parametrize("tile", fused.OWNED_TILES)
 @pytest.mark.parametrize("ahead", [0, 512])
 def test_tiles_of_few_rows_fill_half_an_sm_or_all_of_it(tile: tuple[int, int], ahead: int) -> None:
     plan = replace(plan_of(tile, 1), ahead=ahead)
-    step, stages = fused.decode_step(plan, True), fused.decode_stages(plan, True)
+    step, stages = fused.owned_step(plan, True), fused.owned_stages(plan, True)
     held = 2 * (tile[0] + tile[1]) * step * (stages - (tile[0] < 64))
     assert held + 2 * tile[0] * tile[1] <= (fused.HALF_SHARED if ahead else fused.ALL_SHARED)
     assert held >= 64 << 10  # bytes under way
-    assert fused.decode_stages(plan, False) == 4
+    assert fused.owned_stages(plan, False) == 4
 
 
 @pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce", "all_gather_matmul"])
@@ -423,4 +455,5 @@ def test_a_fused_plan_whose_tiles_wait_leaves_an_sm_to_others(operator: str) -> 
         assert (plan.share.multiprocessors, plan.share.communication_ctas) == (every, summing)
         plan.check(replace(scattered, multiprocessors=every))
     for plan in fused_plans(problem("matmul_all_reduce", m=16)):
-        assert plan.share.multiprocessors == 32  # of 33
+        small = fused.form(problem("matmul_all_reduce", m=16), plan) == fused.DECODE  # of which some wait, one an SM
+        assert (plan.share.multiprocessors, plan.share.communication_ctas) == ((33, 32) if small else (32, 4))

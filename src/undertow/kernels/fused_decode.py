@@ -1,25 +1,33 @@
 """A matmul of few rows and its all_reduce in one launch: out = sum over ranks of x @ w, for at most 64 rows.
 
-Such a matmul reads its weights once and is done; what an all_reduce adds is latency. So each CTA multiplies a block of
-columns (and, SPLIT > 1, a part of the inner size), sends its partial product to all ranks as packets (`packets.py`:
-data and flag in one 64-bit word, no signal to wait for), and then takes the packets of all ranks for its own columns.
+Such a matmul reads its weights once and is done; what an all_reduce adds is latency. So whoever has multiplied a piece,
+a block of columns (and, SPLIT > 1, a part of the inner size), sends it to all ranks as packets (`packets.py`: data and
+flag in one 64-bit word, no signal to wait for), and others take the packets of all ranks.
 
-    for block of columns, part of K:     packets[turn, r * SPLIT + part, :, block] of every rank = x @ w
-    for block of columns:                out[:, block] = sum over r, part of packets[turn, r * SPLIT + part, :, block]
+    CTAs that multiply, piece by piece:   packets[turn, r * SPLIT + part, :, block] of every rank r's peers = x @ w
+    CTAs that sum, word by word:          out[word] = sum over r, part of packets[turn, r * SPLIT + part, word]
 
-Loads of weights run ahead over the ends of blocks, so that several blocks of a CTA are one stream of them.
+CTAs are small, many to an SM, and have one piece each. SMs of a GPU differ by a third in how fast they get weights: who
+is done makes room for the next piece, and nobody has shared them out. Those that sum come last in the grid.
+
+Only they wait, and there are no more of them than this rank has SMs, each of which has room for two CTAs at least. So
+those that multiply find room whatever waits, also where ranks share a GPU, and not all of a grid need run at once.
 
 Sums are taken in fp32 in the order of ranks, and of parts; the partial products are rounded to the type of x, as a
-matmul followed by an all_reduce does. A packet holds two columns next to each other.
+matmul followed by an all_reduce does. A packet holds two columns next to each other. How a rank cuts its columns is its
+own affair: packets lie the same way.
 
 Packets are used in turn by two calls, and carry the number of the call. A rank that sends for call n + 2 has had
 packets of call n + 1 from every rank, which were sent after that rank's whole call n. All accesses to packets are
-relaxed, at system scope: a packet publishes nothing but itself. Unless AHEAD, a CTA that does not get what it waits for
-poisons all of `out` when all others are done (`poison.leave`): nothing has to follow the launch.
+relaxed, at system scope: a packet publishes nothing but itself.
 
-AHEAD (sm_90 and later, launched to match): the call begins while the launch in front of it ends (`ahead.py`), and the
-next one when every CTA has the packets of its first block (`early`: they come from CTAs of the same numbers on all
-ranks), or when that is its only one.
+The number of the call is one word of this rank, which every CTA reads. Each then adds one to a count (relaxed: its
+address depends on the number that was read, so it was read before), and who finds that it was the last one stores the
+next number and clears what the next call counts. A CTA that sums and does not get what it waits for poisons all of
+`out` when the others that sum are over with it: they count themselves out, which releases what they stored.
+
+EARLY (sm_90 and later, launched to match): the call is launched while the one in front of it on the stream ends, and
+waits for that before it does anything; and it lets the next one in when no CTA of it waits for anybody any more.
 """
 
 # Triton grows tuples whose types mypy would fix at their first length.
@@ -28,13 +36,16 @@ ranks), or when that is its only one.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import globaltimer
 
-from .ahead import ask_for_weights, begin_early, let_next_begin
+from .ahead import begin_early, let_next_begin
 from .combine import activated
 from .gemm import plain_multiply
 from .packets import send, settle
-from .poison import leave_grid
-from .signals import has_bulk_copies
+from .poison import fill
+
+LINE = tl.constexpr(32)  # 32-bit words between what calls of even and of odd numbers count
+_POISONED_AT_ONCE = tl.constexpr(1024)
 
 
 @triton.jit
@@ -54,137 +65,178 @@ def _value(word, SHIFT: tl.constexpr, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _take(
-    out, bias, packets, begin, end, shape, epoch, watch, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    SOURCES: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """Sums of words [begin, end) of this CTA's pieces, LANES * AT_ONCE of them at most, as soon as all have sent them.
-    Returns the status of each lane: ARRIVED, or why what it stored is not right.
+def _one_row(x, w, w_row, column, n, inner, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[1, BLOCK_N] = x [inner] @ w [n, inner]^T, without tensor cores: each warp reads some columns, 512 contiguous
+    bytes at a time. Strides, the inner size and what lies in memory are multiples of 8 elements."""
+    w_row, inner = w_row // 8 * 8, inner // 8 * 8  # they are so: it tells the compiler
+    across, along = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    first_w = tl.multiple_of(w, 16) + column.to(tl.int64) * w_row
+    from_w = first_w + (across[:, None] * w_row.to(tl.int32) + along[None, :])
+    from_x = tl.multiple_of(x, 16) + along
+    inside = (across < n - column)[:, None]
+    total = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
+    for first in range(0, inner, BLOCK_K):
+        here = along < inner - first
+        weight = tl.load(from_w, mask=inside & here[None, :], other=0.0, eviction_policy="evict_first").to(tl.float32)
+        product = weight * tl.load(from_x, mask=here, other=0.0).to(tl.float32)[None, :]
+        total += tl.sum(tl.reshape(product, (BLOCK_N, BLOCK_K // 8, 8)), axis=2)  # each thread of what it read
+        from_w += BLOCK_K
+        from_x += BLOCK_K
+    return tl.sum(total, axis=1)[None, :]
 
-    A piece, a part of a block's rows, has `words`: of each of its rows one for each two columns of the block.
-    """
+
+@triton.jit
+def _send(
+    x, w, x_row, w_row, to, piece, rows, n, inner, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Multiply a piece, some columns over its part of the inner size, and send it to all ranks."""
+    bases, turn, plane, rank, epoch = to
+    column, part = piece // SPLIT * BLOCK_N, piece % SPLIT
+    each = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT) * BLOCK_K
+    begin = part * each
+    left = tl.minimum(inner - begin, each)
+    from_w = w + (begin if TRANSPOSED else begin * w_row // 8 * 8)
+    if ROWS == 1:
+        tl.static_assert(TRANSPOSED, "one row reads rows of w^T")
+        total = _one_row(x + begin, from_w, w_row, column, n, left, BLOCK_N, BLOCK_K)
+    else:
+        total = plain_multiply(x + begin, from_w, x_row, w_row, w_row, rows * 0, rows, column, n, left, 0, ROWS,
+                               BLOCK_N, BLOCK_K, TRANSPOSED, False)  # fmt: skip
+    words = _pairs(total, x.dtype.element_ty)
+    down, across = tl.arange(0, ROWS)[:, None], column // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
+    wanted = (down < rows) & (across < n // 2)
+    place = turn + (rank * SPLIT + part) * plane + down * (n // 2) + across
+    for step in tl.static_range(RANKS):
+        target = tl.load(bases + (rank + step) % RANKS).to(tl.pointer_type(tl.int64))
+        send(target + place, words, tl.zeros_like(words) + epoch, wanted)
+
+
+@triton.jit
+def _sum(
+    out, bias, packets, begin, words, n, plane, epoch, watch, SOURCES: tl.constexpr, LANES: tl.constexpr,
+    AT_ONCE: tl.constexpr, BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """LANES * AT_ONCE words of `out` from `begin` on, as soon as all have sent them. Returns the status of each lane:
+    ARRIVED, or why what it stored is not right."""
     ELEMENT: tl.constexpr = out.dtype.element_ty
-    WIDTH: tl.constexpr = BLOCK_N // 2
-    program, active, rows, wide, plane, words = shape
     lanes = tl.arange(0, LANES)
     wanted = tl.zeros([LANES], tl.int32)
-    pointers, places = (), ()
+    pointers = ()
     for one in tl.static_range(AT_ONCE):
         word = begin + one * LANES + lanes
-        piece = program + word // words * active
-        row = word % words // WIDTH * SPLIT + piece % SPLIT
-        across = piece // SPLIT * WIDTH + word % WIDTH
-        here = (word < end) & (row < rows) & (across < wide)
-        wanted |= tl.where(here, ((1 << SOURCES) - 1) << (one * SOURCES), 0).to(tl.int32)
-        places = places + (row, across, here)
+        wanted |= tl.where(word < words, ((1 << SOURCES) - 1) << (one * SOURCES), 0).to(tl.int32)
         for source in tl.static_range(SOURCES):
-            pointers = pointers + (packets + source * plane + row * wide + across,)
+            pointers = pointers + (packets + source * plane + word,)
     found = settle(pointers, wanted, tl.zeros_like(wanted) + epoch, watch)
     for one in tl.static_range(AT_ONCE):
-        row, across, here = places[3 * one], places[3 * one + 1], places[3 * one + 2]
+        word = begin + one * LANES + lanes
+        here = word < words
         low, high = _value(found[one * SOURCES], 0, ELEMENT), _value(found[one * SOURCES], 16, ELEMENT)
         for source in tl.static_range(1, SOURCES):
             low += _value(found[one * SOURCES + source], 0, ELEMENT)
             high += _value(found[one * SOURCES + source], 16, ELEMENT)
         if BIAS:
-            low += tl.load(bias + 2 * across, mask=here, other=0.0).to(tl.float32)
-            high += tl.load(bias + 2 * across + 1, mask=here, other=0.0).to(tl.float32)
+            column = 2 * word % n
+            low += tl.load(bias + column, mask=here, other=0.0).to(tl.float32)
+            high += tl.load(bias + column + 1, mask=here, other=0.0).to(tl.float32)
         both = tl.join(activated(low, ACTIVATION), activated(high, ACTIVATION)).to(ELEMENT)
-        columns = (row * (2 * wide) + 2 * across)[:, None] + tl.arange(0, 2)[None, :]
-        tl.store(out + columns, both, mask=here[:, None])
+        tl.store(out + (2 * word)[:, None] + tl.arange(0, 2)[None, :], both, mask=here[:, None])
     return found[AT_ONCE * SOURCES]
 
 
+@triton.jit
+def _count_read(epochs, taken, epoch):
+    """This CTA has read the number of the call; the last one sets the next."""
+    turn = epoch & 1
+    if tl.atomic_add(taken + turn * LINE, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(epochs, epoch)
+        tl.store(taken + (1 - turn) * LINE, 0)
+        tl.store(taken + (1 - turn) * LINE + 1, 0)
+
+
+@triton.jit
+def _leave(left, failed, summing, out, count, deadline_ns):
+    """Count a CTA out that summed; one that failed poisons all of `out` once all are out, or `deadline_ns` later.
+
+    Counting releases, on this GPU, what the CTA has stored; who failed acquires it from all before it poisons.
+    """
+    SIZE: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
+    tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
+    tl.atomic_add(left, 1, sem="release", scope="gpu")
+    if failed != 0:
+        begin = globaltimer()
+        waits = True
+        while waits:
+            seen = tl.atomic_add(left, 0, sem="acquire", scope="gpu")
+            waits = (seen < summing) & (globaltimer() - begin < deadline_ns)
+        tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
+        fill(out.to(tl.int64).to(tl.pointer_type(tl.int8)), count.to(tl.int64) * SIZE, _POISONED_AT_ONCE)
+
+
 _FREE = [
-    *("weights", "bias", "bases", "packets", "epochs", "active", "early", "rank", "rows", "half", "abort", "error"),
-    *("deadline_ns", "a_row", "b_row"),
+    *(
+        "bias",
+        "bases",
+        "packets",
+        "epochs",
+        "taken",
+        "multiplying",
+        "summing",
+        "rank",
+        "rows",
+        "half",
+        "x_row",
+        "w_row",
+    ),
+    *("abort", "error", "deadline_ns"),
 ]
 
 
 @triton.jit(do_not_specialize=_FREE)
 def fused_decode_kernel(
-    x, w, weights, out, bias, bases, packets, epochs, rows: tl.int32, n: tl.int32, inner: tl.int32, active: tl.int32,
-    early: tl.int32, a_row: tl.int64, b_row: tl.int64, half: tl.int64, rank: tl.int32, abort, error,
+    x, w, out, bias, bases, packets, epochs, taken, rows: tl.int32, n: tl.int32, inner: tl.int32, multiplying: tl.int32,
+    summing: tl.int32, x_row: tl.int64, w_row: tl.int64, half: tl.int64, rank: tl.int32, abort, error,
     deadline_ns: tl.int64,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr,
-    RANKS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, AHEAD: tl.constexpr, BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr,
+    TURNS: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """`x` [rows, K] and `w` ([K, N] or, TRANSPOSED, [N, K]) are tensor descriptors, or (GPUs without TMA) pointers,
-    whose rows lie `a_row` and `b_row` apart; `weights` points to w in either case; `out` [rows, N] is contiguous.
+    """`x` [rows, K] and `w` ([K, N] or, TRANSPOSED, [N, K]), whose rows lie `x_row` and `w_row` apart; `out` [rows, N]
+    is contiguous, N even. ROWS: `rows` or more, 1 (TRANSPOSED only), 16, 32 or 64.
 
     `bases`: addresses of all ranks' packets, `packets` those here: [2, ranks * SPLIT, rows, N / 2] 64-bit words of
-    which the second turn begins at `half`. N is even. The first `active` CTAs work; every CTA of the grid, which never
-    changes, counts calls in its word of `epochs`; behind those is `poison.leave_grid`'s. LANES (the CTA's threads) take
-    AT_ONCE words each at once, whose packets are polled together: at most 32 of all sources. AHEAD: elements of K that
-    are asked for early, 0: the call begins when the launch in front has ended. `early`: the next one may begin before
-    this one waits for nobody, for which all ranks must have the same number of active CTAs.
+    which the second turn begins at `half`. `epochs` is the number of the last call, and `taken` has for either turn,
+    LINE words apart, how many CTAs have read it, and how many that sum have left. The first `multiplying` CTAs have a
+    piece each, or (TURNS) as many as there are, in turns; the `summing` others have words. None of either: nothing
+    happens. LANES: the CTA's threads, which take AT_ONCE words each at once, whose packets are polled together: at most
+    32 of all sources.
     """
-    ELEMENT: tl.constexpr = out.dtype.element_ty
     SOURCES: tl.constexpr = RANKS * SPLIT
     program = tl.program_id(0)
-    blocks = tl.cdiv(n, BLOCK_N)
-    steps = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT)
-    last = tl.where(program < active, blocks, 0)
-    if AHEAD > 0:
-        for one in tl.static_range(2):  # of the first piece, and if it has no more, of the second
-            piece, left = program + one * active, AHEAD - one * steps * BLOCK_K
-            if (piece < last * SPLIT) & (left > 0):
-                begin = piece % SPLIT * steps * BLOCK_K
-                end = tl.minimum(inner, begin + tl.minimum(left, steps * BLOCK_K))
-                ask_for_weights(weights, b_row, n, piece // SPLIT * BLOCK_N, begin, end, AHEAD, BLOCK_N, TRANSPOSED,
-                                LANES)  # fmt: skip
+    if EARLY:
         begin_early()
-    epoch = tl.load(epochs + program, volatile=True) + 1
+    epoch = tl.load(epochs, volatile=True) + 1
     turn = (epoch & 1).to(tl.int64) * half
     plane = (rows * (n // 2)).to(tl.int64)
-    down = tl.arange(0, BLOCK_M)[:, None]
-    stored = program - active
-    FLAT: tl.constexpr = has_bulk_copies()  # loads of a block run into the epilogue of the one before
-    for piece in tl.range(program, last * SPLIT, tl.maximum(active, 1), flatten=FLAT):  # it divides by its step
-        if has_bulk_copies():
-            column, first = piece // SPLIT * BLOCK_N, piece % SPLIT * steps
-            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for step in range(steps):
-                factor = x.load([0, (first + step) * BLOCK_K])
-                if TRANSPOSED:
-                    weight = w.load([column, (first + step) * BLOCK_K]).T
-                else:
-                    weight = w.load([(first + step) * BLOCK_K, column])
-                total = tl.dot(factor, weight, total)
+    if program < multiplying:
+        to = (bases, turn, plane, rank, epoch)
+        if TURNS:
+            for other in range(0, tl.cdiv(n, BLOCK_N) * SPLIT - program, multiplying):
+                piece = program + other
+                _send(x, w, x_row, w_row, to, piece, rows, n, inner, ROWS, BLOCK_N, BLOCK_K, TRANSPOSED, SPLIT, RANKS)
         else:
-            begin, first = piece % SPLIT * steps * BLOCK_K, rows * 0
-            from_here = w + (begin if TRANSPOSED else begin * b_row // 8 * 8)
-            total = plain_multiply(x + begin, from_here, a_row, b_row, b_row, first, rows,
-                                   first + piece // SPLIT * BLOCK_N, n, tl.minimum(inner - begin, steps * BLOCK_K), 0,
-                                   BLOCK_M, BLOCK_N, BLOCK_K, TRANSPOSED, False)  # fmt: skip
-        stored += active  # the piece again: what the loads that run ahead need must not wait for this
-        column, part = stored // SPLIT * BLOCK_N, stored % SPLIT
-        words = _pairs(total, ELEMENT)
-        across = column // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
-        wanted = (down < rows) & (across < n // 2)
-        place = turn + (rank * SPLIT + part) * plane + down * (n // 2) + across
-        for step in tl.static_range(RANKS):
-            to = (rank + step) % RANKS
-            target = tl.load(bases + to).to(tl.pointer_type(tl.int64))
-            send(target + place, words, tl.zeros_like(words) + epoch, wanted)
-    # The same pieces, each now a part of its block's rows: the first one, then all others as one row of words.
-    shape = (program, active, rows, n // 2, plane, tl.cdiv(rows, SPLIT) * (BLOCK_N // 2))
-    watch, words = (abort, error, deadline_ns), shape[5]
-    pieces = tl.where(program < last * SPLIT, tl.cdiv(last * SPLIT - program, tl.maximum(active, 1)), 0)
-    failed = tl.zeros([LANES], tl.int32)
-    for begin in range(0, tl.minimum(pieces, 1) * words, LANES * AT_ONCE):
-        status = _take(out, bias, packets + turn, begin, words, shape, epoch, watch, BLOCK_N, SPLIT, SOURCES, LANES,
-                       AT_ONCE, BIAS, ACTIVATION)  # fmt: skip
-        failed = tl.maximum(failed, status)
-    if AHEAD > 0:
-        tl.debug_barrier()  # one thread speaks for the CTA: all have what they waited for
-        if (early != 0) | (pieces <= 1):
+            _send(x, w, x_row, w_row, to, program, rows, n, inner, ROWS, BLOCK_N, BLOCK_K, TRANSPOSED, SPLIT, RANKS)
+        _count_read(epochs, taken, epoch)
+    elif summing > 0:
+        _count_read(epochs, taken, epoch)
+        words, every = rows * (n // 2), summing * LANES * AT_ONCE
+        failed = tl.zeros([LANES], tl.int32)
+        for begin in range((program - multiplying) * LANES * AT_ONCE, words, every):
+            status = _sum(out, bias, packets + turn, begin, words, n, plane, epoch, (abort, error, deadline_ns),
+                          SOURCES, LANES, AT_ONCE, BIAS, ACTIVATION)  # fmt: skip
+            failed = tl.maximum(failed, status)
+        if EARLY:
+            tl.debug_barrier()  # one thread speaks for the CTA: all have what they waited for
             let_next_begin()
-    for begin in range(words, pieces * words, LANES * AT_ONCE):
-        status = _take(out, bias, packets + turn, begin, pieces * words, shape, epoch, watch, BLOCK_N, SPLIT, SOURCES,
-                       LANES, AT_ONCE, BIAS, ACTIVATION)  # fmt: skip
-        failed = tl.maximum(failed, status)
-    tl.store(epochs + program, epoch)
-    if AHEAD == 0:
-        leave_grid(epochs, tl.max(failed, axis=0), out, rows * n, deadline_ns)
+        _leave(taken + (epoch & 1) * LINE + 1, tl.max(failed, axis=0), summing, out, rows * n, deadline_ns)

@@ -3,6 +3,9 @@
 Which of them, and how, is the plan's (`plan/fused.py`); the kernels are `kernels/fused_decode.py` and
 `kernels/fused_columns.py`. Where the plan asks for weights ahead, a call is launched before the one in front of it on
 the stream has ended, and begins with what does not depend on that (`kernels/ahead.py`).
+
+What is sent to all ranks at once lies the same way however a rank cuts its own columns. So a rank whose weights lie by
+rows, or whose SMs are bounded, has another tile than the plan's where that is for one row.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..plan import fused
-from .fused_launch import Factors, Launch, factors, finishing, watch
+from .fused_launch import Factors, Launch, active, factors, finishing, watch
 from .fused_stage import Stage, load, stage_of
 
 if TYPE_CHECKING:
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
     from ..plan.problem import Problem
     from .finish import Finish
 
-_THREADS = 256
+_THREADS, _SMALL_WARPS = 256, 4
+_MANY_ROWS = (16, 64)  # the tile of a rank that cannot multiply one row as the plan has it
 _PACKETS = 8  # that a thread polls together: for more, registers would not leave room for a second CTA on the SM
 
 
@@ -32,24 +36,31 @@ def at_once(
     from ..kernels.fused_decode import fused_decode_kernel
 
     assert plan.tile is not None
-    block_m, block_n = plan.tile
     size, n, m = fabric.group.size, problem.n, problem.m
     stage = stage_of(fabric, ("decode",), fused.stage_elements(problem, plan), 1, torch.int64)
-    both = factors(x, w, fabric.bulk_copies, fused.decode_step(plan, fabric.bulk_copies))
+    both = factors(x, w, False)
+    bounded = active(plan, fabric) < fabric.multiprocessors
+    tile = _MANY_ROWS if plan.tile == fused.ROW_TILE and (bounded or not both.transposed) else plan.tile
     bias, ends = finishing(finish, y)
-    together = max(1, _PACKETS // (size * plan.split))
-    constants = _constants(both, plan, fabric) | ends
+    constants: dict[str, Any] = ends | {
+        "ROWS": tile[0], "BLOCK_N": tile[1], "BLOCK_K": fused.decode_step(tile), "TRANSPOSED": both.transposed,
+        "SPLIT": plan.split, "TURNS": bounded, "RANKS": size, "LANES": 32 * _SMALL_WARPS,
+        "AT_ONCE": max(1, _PACKETS // (size * plan.split)), "EARLY": fabric.bulk_copies, "num_warps": _SMALL_WARPS,
+        "num_stages": fused.decode_stages(tile),
+    }  # fmt: skip
+    if fabric.bulk_copies:  # sm_90: "programmatic dependent launch"
+        constants["launch_pdl"] = True
 
     def launch(epochs: torch.Tensor, working: int) -> None:
+        multiplying, summing = fused.small_ctas(problem, plan, tile, working, bounded)
         kernel: Any = fused_decode_kernel
-        kernel[(fabric.multiprocessors,)](
-            *both.operands((block_m, block_n)), both.b, y, bias, stage.bases, stage.data.local, epochs, m, n,
-            both.inner, working, _early(plan, working), *both.strides[:2], stage.half, fabric.group.rank,
-            *watch(fabric), SPLIT=plan.split, AT_ONCE=together, **constants,
+        kernel[(max(1, multiplying + summing),)](
+            both.a, both.b, y, bias, stage.bases, stage.data.local, epochs, stage.taken, m, n, both.inner, multiplying,
+            summing, *both.strides[:2], stage.half, fabric.group.rank, *watch(fabric), **constants,
         )  # fmt: skip
 
-    common = "decode", plan.tile, plan.split, plan.ahead, x.dtype, *ends.values()
-    variant = (both.transposed, n % 16, both.inner % 16, y.data_ptr() % 16)
+    common = "decode", plan.tile, plan.split, x.dtype, *ends.values()
+    variant = (tile, bounded, both.transposed, n % 16, both.inner % 16, y.data_ptr() % 16)
     load(fabric, stage, common, variant, launch)
     return stage, launch
 
@@ -65,7 +76,7 @@ def owned(
     size, n, m = fabric.group.size, problem.n, problem.m
     groups = fused.column_groups(problem, plan)
     stage = stage_of(fabric, ("columns", x.dtype), fused.stage_elements(problem, plan), 2 * groups, x.dtype)
-    both = factors(x, w, fabric.bulk_copies, fused.decode_step(plan, fabric.bulk_copies))
+    both = factors(x, w, fabric.bulk_copies, fused.owned_step(plan, fabric.bulk_copies))
     bias, ends = finishing(finish, y)
     reduced = groups * size * block_m * block_n
     constants = _constants(both, plan, fabric) | ends
@@ -85,15 +96,15 @@ def owned(
 
 def poisons(form: str, plan: Plan) -> bool:
     """Whether the kernel of that form poisons the result of a call that fails; else a launch behind it must."""
-    return form in (fused.DECODE, fused.OWNED) and not plan.ahead
+    return form == fused.DECODE or (form == fused.OWNED and not plan.ahead)
 
 
 def _constants(both: Factors, plan: Plan, fabric: CudaFabric) -> dict[str, Any]:
-    """Of the compilation of both kernels."""
+    """Of the compilation of the kernel of owned columns."""
     assert plan.tile is not None
     found = both.constants | {
         "BLOCK_M": plan.tile[0], "BLOCK_N": plan.tile[1], "RANKS": fabric.group.size, "LANES": _THREADS,
-        "AHEAD": plan.ahead, "num_stages": fused.decode_stages(plan, fabric.bulk_copies),
+        "AHEAD": plan.ahead, "num_stages": fused.owned_stages(plan, fabric.bulk_copies),
     }  # fmt: skip
     if plan.ahead:  # "programmatic dependent launch": the next one beside this one
         found |= {"launch_pdl": True, "maxnreg": fused.HALF_REGISTERS}

@@ -40,6 +40,7 @@ _PROGRAMS = {"matmul_all_reduce": "two_shot", "matmul_reduce_scatter": "reduce_s
 the host enqueues dozens of copies, sums and stops of streams, which takes it longer than the GPU takes for the call: on
 an H200, four ranks, M 4096, N 8192, K 4096, 8.8 and 6.0 ms instead of 2.8 and 2.7."""
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
+_SUMMING = 32  # CTAs that sum few rows: more of them poll, and sum no sooner
 _SPARE = 1  # SM that a fused call leaves to kernels of others
 _APART = 33  # SMs of a fused call of which one sums or brings rows beside the others: measured on four ranks of a 132
 _UNCROWDED = 4  # ranks that share a GPU and its cache without loss
@@ -147,8 +148,9 @@ def _fused(problem: Problem, lane: str) -> Plan:
         tile = fused_tile(problem, shortest)
     few: dict[str, Any] = {}
     if problem.device == "cuda" and problem.operator == "matmul_all_reduce" and problem.m <= fused.MOST_DECODE_ROWS:
-        few = _few_rows(problem)
-        tile = few.pop("tile")
+        at_once = problem.m * problem.ranks <= _AT_ONCE_ROWS  # one way instead of two, but so many times the packets
+        few = few_row_forms(problem)["at once" if at_once else "owners"]
+        tile = few["tile"]
     piece, share, bands = 1024, Share(), 1
     loaders: int | None = 0
     pull = problem.operator == "all_gather_matmul" and problem.device == "cuda" and problem.together
@@ -167,28 +169,36 @@ def _fused(problem: Problem, lane: str) -> Plan:
         share = Share(active, loaders)
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
         piece = fused.piece_of(problem.k, bands, loaders or 0 if problem.bulk else 0)  # narrow ones spill without TMA
-    return Plan(
-        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem),
-        piece=piece, pull=pull, **few,
-    )  # fmt: skip
+    found = Plan(
+        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem), piece=piece, pull=pull
+    )
+    return replace(found, **few)
 
 
-def _few_rows(problem: Problem) -> dict[str, Any]:
-    """How few rows are multiplied and summed: sent to all ranks at once, or by owners of columns.
+def few_row_forms(problem: Problem) -> dict[str, dict[str, Any]]:
+    """What a plan says of few rows that each rank sends to all "at once", and where "owners" of columns sum them.
 
-    Everything to everybody takes one way, owners two; but of ranks * rows each rank gets so many times less. On an
-    H200, four ranks, K 1024 and 3584: 16 rows took 28 and 68 us at once in blocks of 256 columns, 30 and 70 by owners
-    in blocks of 128; 64 rows by owners 33 and 75 us in blocks of 64 columns, 37 and 77 of 128. Weights that are asked
-    for ahead, on half an SM, cost up to 18 us. That was with N 8192, which 32 CTAs share evenly in blocks of any of
-    these widths; where they would not, narrower blocks leave none of them idle.
+    On an H200, four ranks, N 8192, K 1024 and 3584, at once: one row took 20.5 and 57.5 us by tiles of its own, 21.7
+    and 60.9 in blocks of 64 columns; four rows 24.1 and 63.3, in blocks of 32 columns 27 and 67. By owners 64 rows took
+    33 and 75 us in blocks of 64 columns, 37 and 77 of 128, sixteen 30 and 70 of 128; weights that are asked for ahead,
+    on half an SM, cost up to 18 us. That was where 32 CTAs share N evenly in blocks of any of these widths; where they
+    would not, narrower blocks leave none of them idle.
     """
     tall = next(rows for rows in (16, 32, 64) if rows >= problem.m)
-    at_once = problem.m * problem.ranks <= _AT_ONCE_ROWS
-    widest = 256 if at_once else 128 if tall == 16 else 64
-    active = max(1, problem.multiprocessors - _SPARE)
-    widths = [wide for wide in (256, 128, 64) if wide <= widest]
-    wide = min(widths, key=lambda wide: _most_columns(problem, active, wide))  # the widest of equally good ones
-    return {"tile": (tall, wide), "split": int(at_once), "owners": "rows" if at_once else "columns"}
+    every = problem.multiprocessors
+    small = (tall, 64 if -(-problem.n // 64) >= every else 32)
+    widths = [128, 64] if tall == 16 else [64]
+    wide = min(widths, key=lambda wide: _most_columns(problem, max(1, every - _SPARE), wide))
+    return {
+        "at once": {
+            "tile": fused.ROW_TILE if problem.m == 1 else small, "split": 1, "owners": "rows",
+            "share": Share(every, min(every, _SUMMING)),
+        },
+        "owners": {
+            "tile": (tall, wide), "split": 0, "owners": "columns",
+            "share": Share(max(1, every - _SPARE), min(max(1, every - _SPARE), _MOVING)),
+        },
+    }  # fmt: skip
 
 
 def _most_columns(problem: Problem, ctas: int, wide: int) -> int:

@@ -10,7 +10,8 @@ exchange   matmul_all_to_all: a tile goes to the rank that its rows are for. As 
 gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then the others' as they arrive: in
            this rank's memory, or (`plan.pull`) in that of their owner, where the tile reads them.
            all_to_all_matmul: the same, of the rows that others have for this rank (`tokens.py`).
-decode     matmul_all_reduce of few rows: a block of columns, and perhaps a part of K, goes to every rank.
+decode     matmul_all_reduce of few rows: a block of columns, and perhaps a part of K, goes to every rank. A GPU has a
+           small CTA for each, many to an SM, and `share.communication_ctas` others that sum (`fused_decode`).
 owned      matmul_all_reduce of more rows, though few: a block of columns goes to its owner, whose sum goes to all.
            Ranks own blocks in turn; a rank computes those of the following ranks first, its own last.
 
@@ -40,7 +41,9 @@ LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 NARROW_TILE = (128, 128)  # another one where rows are gathered: more of them may fill waves better
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
-DECODE_TILES = tuple((rows, columns) for columns in (256, 128, 64) for rows in (16, 32, 64))
+ROW_TILE = (1, 16)  # of one row: without tensor cores, where weights lie by columns
+DECODE_TILES = (ROW_TILE, *((rows, columns) for columns in (64, 32) for rows in (16, 32, 64)))
+OWNED_TILES = tuple((rows, columns) for columns in (256, 128, 64) for rows in (16, 32, 64))
 AHEAD = (0, 256, 512, 1024, 2048)  # elements along K
 HALF_SHARED = 113 << 10  # bytes of shared memory of which two CTAs find room on an SM; the most that one may have:
 ALL_SHARED = 227 << 10
@@ -185,13 +188,37 @@ def column_groups(problem: Problem, plan: Plan) -> int:
     return -(-problem.n // (problem.ranks * plan.tile[1]))
 
 
-def decode_step(plan: Plan, bulk: bool) -> int:
-    """Elements along K of a tile of few rows that are multiplied at once: 16 KB of weights or more with TMA."""
+def decode_step(tile: tuple[int, int]) -> int:
+    """Elements along K that a small CTA multiplies at once."""
+    return 256 if tile == ROW_TILE else 128 if tile[0] == 16 else 64
+
+
+def decode_stages(tile: tuple[int, int]) -> int:
+    """How many of those are under way: so few that an SM has room for several such CTAs. One row has none, but more
+    CTAs to an SM."""
+    return 1 if tile == ROW_TILE else 3
+
+
+def small_ctas(problem: Problem, plan: Plan, tile: tuple[int, int], working: int, bounded: bool) -> tuple[int, int]:
+    """CTAs that multiply and that sum, where few rows are sent to all ranks at once: one for each piece and, on the SMs
+    that work, at most one each that waits; `bounded`: at most so many of both, but one of either."""
+    if not working:
+        return 0, 0
+    summing = min(plan.share.communication_ctas or 1, working)
+    pieces = -(-problem.n // tile[1]) * plan.split
+    if not bounded:
+        return pieces, summing
+    summing = max(1, min(summing, working // 4))
+    return min(pieces, max(1, working - summing)), summing
+
+
+def owned_step(plan: Plan, bulk: bool) -> int:
+    """Elements along K of a tile of owned columns that are multiplied at once: 16 KB of weights or more with TMA."""
     assert plan.tile is not None
     return (128 if plan.tile[1] == 64 else 64) if bulk else 32
 
 
-def decode_stages(plan: Plan, bulk: bool) -> int:
+def owned_stages(plan: Plan, bulk: bool) -> int:
     """How many of those are under way. Where the next call is to find room beside this one, they fill half an SM.
 
     From 64 rows on (wgmma) what is multiplied is another one, and results pass through shared memory, too.
@@ -202,7 +229,7 @@ def decode_stages(plan: Plan, bulk: bool) -> int:
         return 4
     room = HALF_SHARED if plan.ahead else ALL_SHARED
     rest = 1024 + 2 * block_m * block_n  # barriers; a tile of 16 bits on its way to memory
-    held = (room - rest) // (2 * (block_m + block_n) * decode_step(plan, bulk))
+    held = (room - rest) // (2 * (block_m + block_n) * owned_step(plan, bulk))
     return max(2, min(8, held + (block_m < 64)))
 
 

@@ -69,8 +69,8 @@ class Plan:
     `chain.py`). `split` is for few rows: of all_reduce 0 where
     owners sum, else in how many parts K is cut for a one-shot exchange; of all_gather in how many K of the last tiles
     is, 0: it is not. `owners`: ranks own "rows" or, where few rows are summed by owners (all_reduce), "columns".
-    `ahead`: of few rows on a GPU, elements along K whose weights a call asks for before the launch in front of it has
-    ended, 0: it begins after that. A rank's own tiles come last where they wait for the others' (`fused.own_last`);
+    `ahead`: of owned columns on a GPU, elements along K whose weights a call asks for before the launch in front of it
+    has ended, 0: it begins after that. A rank's own tiles come last where they wait for the others' (`fused.own_last`);
     elsewhere `order`, and `layout`, are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here. `in_step`:
     CTAs of a GPU that multiply tiles wait for each other after each, so that they find what they read in its cache.
@@ -244,8 +244,8 @@ class Plan:
             raise InvalidArgument(argument="plan", was=f"{self.name}, but {reason}", must="serial, chunked or signaled")
         form = fused.form(problem, self)
         few = problem.m <= fused.MOST_DECODE_ROWS and self.split * problem.ranks <= fused.MOST_PACKETS
-        of_few = form in fused.OF_FEW_ROWS
-        tiles = fused.DECODE_TILES if of_few else fused.gpu_tiles(problem)
+        of_few, owned = form in fused.OF_FEW_ROWS, form == fused.OWNED
+        tiles = {fused.DECODE: fused.DECODE_TILES, fused.OWNED: fused.OWNED_TILES}.get(form, fused.gpu_tiles(problem))
         tile_fits = problem.device == "cpu" or self.tile in tiles
         if of_few and self.tile is not None:
             tile_fits = tile_fits and self.tile[0] >= problem.m
@@ -274,8 +274,8 @@ class Plan:
             (
                 "ahead",
                 self.ahead,
-                f"one of {fused.AHEAD}, and 0 unless few rows are multiplied on a GPU with TMA",
-                self.ahead == 0 or (of_few and problem.bulk and problem.device == "cuda" and self.ahead in fused.AHEAD),
+                f"one of {fused.AHEAD}, and 0 unless owners of columns sum few rows on a GPU with TMA",
+                self.ahead == 0 or (owned and problem.bulk and problem.device == "cuda" and self.ahead in fused.AHEAD),
             ),
             (
                 "split",

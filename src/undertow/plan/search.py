@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import brought, climb, flash_overlap, fused, pipeline
-from .defaults import BESIDE_CTAS, default_plan, fused_plan, gather_forms, scatter_forms
+from .defaults import BESIDE_CTAS, default_plan, few_row_forms, fused_plan, gather_forms, scatter_forms
 from .matmuls import LIBRARY_TILE, matmul_seconds, tile_seconds, workers_of
 from .pipeline import Step, advance
 from .plan import EMBEDDING, Plan, Share, split
@@ -148,8 +148,9 @@ def _other_ways(problem: Problem, first: Plan) -> list[dict[str, Any]]:
     would be idle, K in two parts."""
     assert first.tile is not None
     rows, columns = first.tile
-    owners = {"split": 0, "owners": "columns"} if first.split else {"split": 1, "owners": "rows"}
-    found: list[dict[str, Any]] = [{"tile": (rows, 64 if columns > 64 else 128)}, owners]
+    forms = few_row_forms(problem)
+    other = (32 if columns == 64 else 64) if first.split else (64 if columns > 64 else 128)
+    found: list[dict[str, Any]] = [{"tile": (max(16, rows), other)}, forms["owners" if first.split else "at once"]]
     active = first.share.multiprocessors or problem.multiprocessors
     if first.split and 2 * -(-problem.n // columns) <= active and 2 * problem.ranks <= _MOST_PARTS:
         found.append({"split": 2})
