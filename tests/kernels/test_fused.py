@@ -141,6 +141,19 @@ def test_one_row_reads_16_bytes_at_a_time() -> None:
     assert sum("LDG.E.EF.128" in one for one in loop) == 4
 
 
+@pytest.mark.parametrize(("tile", "weights"), [(fused.ROW_TILE, "LDG.E.EF.128"), ((16, 64), "LDGSTS")])
+def test_nobody_waits_for_the_number_of_the_call_before_weights_are_asked_for(
+    tile: tuple[int, int], weights: str
+) -> None:
+    code = [one for _, one in decode(tile).sass]
+    first = next(at for at, one in enumerate(code) if weights in one)
+    asked = [at for at, one in enumerate(code[:first]) if "LDG.E.STRONG" in one]
+    assert asked
+    for at in asked:
+        (register,) = re.findall(r"LDG\.E\.STRONG\S* (R\d+),", code[at])
+        assert not [one for one in code[at + 1 : first] if re.search(rf"\b{register}\b", one)]
+
+
 def test_a_call_counts_who_read_its_number_and_who_left() -> None:
     """Who read it, relaxed: the address depends on the number. Who left releases what it stored, behind a barrier."""
     ptx = decode().ptx

@@ -21,10 +21,12 @@ Packets are used in turn by two calls, and carry the number of the call. A rank 
 packets of call n + 1 from every rank, which were sent after that rank's whole call n. All accesses to packets are
 relaxed, at system scope: a packet publishes nothing but itself.
 
-The number of the call is one word of this rank, which every CTA reads. Each then adds one to a count (relaxed: its
-address depends on the number that was read, so it was read before), and who finds that it was the last one stores the
-next number and clears what the next call counts. A CTA that sums and does not get what it waits for poisons all of
-`out` when the others that sum are over with it: they count themselves out, which releases what they stored.
+Every CTA reads the number of the call, which this rank keeps in LINE words, one for a lane: a CTA that multiplies asks
+for it first and looks at it last, which a compiler that knows all lanes to get the same would not let it. Each CTA adds
+one to a count (relaxed: its address depends on the number that was read, so it was read before), and who finds that it
+was the last one stores the next number and clears what the next call counts. A CTA that sums and does not get what it
+waits for poisons all of `out` when the others that sum are over with it: they count themselves out, which releases what
+they stored.
 
 EARLY (sm_90 and later, launched to match): the call is launched while the one in front of it on the stream ends, and
 waits for that before it does anything; and it lets the next one in when no CTA of it waits for anybody any more.
@@ -91,7 +93,7 @@ def _send(
     TRANSPOSED: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Multiply a piece, some columns over its part of the inner size, and send it to all ranks."""
-    bases, turn, plane, rank, epoch = to
+    bases, half, plane, rank, before = to
     column, part = piece // SPLIT * BLOCK_N, piece % SPLIT
     each = tl.cdiv(tl.cdiv(inner, BLOCK_K), SPLIT) * BLOCK_K
     begin = part * each
@@ -106,10 +108,13 @@ def _send(
     words = _pairs(total, x.dtype.element_ty)
     down, across = tl.arange(0, ROWS)[:, None], column // 2 + tl.arange(0, BLOCK_N // 2)[None, :]
     wanted = (down < rows) & (across < n // 2)
-    place = turn + (rank * SPLIT + part) * plane + down * (n // 2) + across
+    epoch = before + 1  # looked at only now: it was on its way while this multiplied
+    place = (epoch & 1).to(tl.int64) * half + (rank * SPLIT + part) * plane + down * (n // 2) + across
+    targets = ()
+    for step in tl.static_range(RANKS):  # all of them before the first is used
+        targets = targets + (tl.load(bases + (rank + step) % RANKS).to(tl.pointer_type(tl.int64)),)
     for step in tl.static_range(RANKS):
-        target = tl.load(bases + (rank + step) % RANKS).to(tl.pointer_type(tl.int64))
-        send(target + place, words, tl.zeros_like(words) + epoch, wanted)
+        send(targets[step] + place, words, tl.zeros_like(words) + epoch, wanted)
 
 
 @triton.jit
@@ -150,7 +155,7 @@ def _count_read(epochs, taken, epoch):
     """This CTA has read the number of the call; the last one sets the next."""
     turn = epoch & 1
     if tl.atomic_add(taken + turn * LINE, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(epochs, epoch)
+        tl.store(epochs + tl.arange(0, LINE), epoch)
         tl.store(taken + (1 - turn) * LINE, 0)
         tl.store(taken + (1 - turn) * LINE + 1, 0)
 
@@ -206,35 +211,36 @@ def fused_decode_kernel(
     is contiguous, N even. ROWS: `rows` or more, 1 (TRANSPOSED only), 16, 32 or 64.
 
     `bases`: addresses of all ranks' packets, `packets` those here: [2, ranks * SPLIT, rows, N / 2] 64-bit words of
-    which the second turn begins at `half`. `epochs` is the number of the last call, and `taken` has for either turn,
-    LINE words apart, how many CTAs have read it, and how many that sum have left. The first `multiplying` CTAs have a
-    piece each, or (TURNS) as many as there are, in turns; the `summing` others have words. None of either: nothing
-    happens. LANES: the CTA's threads, which take AT_ONCE words each at once, whose packets are polled together: at most
-    32 of all sources.
+    which the second turn begins at `half`. `epochs` is the number of the last call, LINE times, and `taken` has for
+    either turn, LINE words apart, how many CTAs have read it, and how many that sum have left. The first `multiplying`
+    CTAs have a piece each, or (TURNS) as many as there are, in turns; the `summing` others have words. None of either:
+    nothing happens. LANES: the CTA's threads, which take AT_ONCE words each at once, whose packets are polled together:
+    at most 32 of all sources.
     """
     SOURCES: tl.constexpr = RANKS * SPLIT
     program = tl.program_id(0)
     if EARLY:
         begin_early()
-    epoch = tl.load(epochs, volatile=True) + 1
-    turn = (epoch & 1).to(tl.int64) * half
     plane = (rows * (n // 2)).to(tl.int64)
     if program < multiplying:
-        to = (bases, turn, plane, rank, epoch)
+        before = tl.load(epochs + tl.arange(0, BLOCK_N // 2)[None, :], volatile=True)  # nobody waits for it here
+        to = (bases, half, plane, rank, before)
         if TURNS:
             for other in range(0, tl.cdiv(n, BLOCK_N) * SPLIT - program, multiplying):
                 piece = program + other
                 _send(x, w, x_row, w_row, to, piece, rows, n, inner, ROWS, BLOCK_N, BLOCK_K, TRANSPOSED, SPLIT, RANKS)
         else:
             _send(x, w, x_row, w_row, to, program, rows, n, inner, ROWS, BLOCK_N, BLOCK_K, TRANSPOSED, SPLIT, RANKS)
-        _count_read(epochs, taken, epoch)
+        _count_read(epochs, taken, tl.max(tl.max(before, axis=1), axis=0) + 1)
     elif summing > 0:
+        epoch = tl.load(epochs, volatile=True) + 1
         _count_read(epochs, taken, epoch)
+        packets += (epoch & 1).to(tl.int64) * half
         words, every = rows * (n // 2), summing * LANES * AT_ONCE
         failed = tl.zeros([LANES], tl.int32)
         for begin in range((program - multiplying) * LANES * AT_ONCE, words, every):
-            status = _sum(out, bias, packets + turn, begin, words, n, plane, epoch, (abort, error, deadline_ns),
-                          SOURCES, LANES, AT_ONCE, BIAS, ACTIVATION)  # fmt: skip
+            status = _sum(out, bias, packets, begin, words, n, plane, epoch, (abort, error, deadline_ns), SOURCES,
+                          LANES, AT_ONCE, BIAS, ACTIVATION)  # fmt: skip
             failed = tl.maximum(failed, status)
         if EARLY:
             tl.debug_barrier()  # one thread speaks for the CTA: all have what they waited for

@@ -34,7 +34,8 @@ _ROUND = 1 << 20  # elements: a small stage is made twice as large as asked, up 
 class Stage(InOrder):
     """Memory of one kind of call: `data` holds two halves of `half` elements, for calls in turn; `words` what arrived.
 
-    `epochs`: the number of calls, counted by every CTA, and how many CTAs left (`kernels/poison.py`, `leave_grid`);
+    `epochs`: the number of calls, counted by every CTA, and how many CTAs left (`kernels/poison.py`, `leave_grid`), or
+    LINE times the same number (`kernels/fused_decode.py`);
     `taken`: tiles or jobs that were, of either turn, and in the word behind it tiles of CTAs in step. `stream`: of the
     last call, after which `event` was recorded; `captured`: of the last captured one. None: there was none.
     `joined`: all ranks' `data` side by side, where a kernel wanted it so.
@@ -126,9 +127,9 @@ def stage_of(
     def counters(count: int) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
 
-    ctas = fabric.multiprocessors
+    numbers = max(fabric.multiprocessors, fused.LINE) + 3
     stage = Stage(
-        data, half, words, held, counters(ctas + 3), counters(ctas + 3), counters(2 * fused.LINE), bases, word_bases,
+        data, half, words, held, counters(numbers), counters(numbers), counters(2 * fused.LINE), bases, word_bases,
         stream_memory.new_event(device) if old is None else old.event,
     )  # fmt: skip
     torch.cuda.synchronize(device)
