@@ -126,10 +126,21 @@ def test_few_rows_are_sent_as_packets(tile: tuple[int, int], at_once: int, ranks
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_80"])
 @pytest.mark.parametrize("tile", fused.DECODE_TILES)
-@pytest.mark.parametrize("ranks", [4, 8])
-def test_small_ctas_find_room_beside_each_other(tile: tuple[int, int], ranks: int, target: str) -> None:
+@pytest.mark.parametrize("changes", [
+    {"RANKS": 4}, {"RANKS": 8, "AT_ONCE": 1},
+    {"RANKS": 8, "AT_ONCE": 1, "TURNS": True, "BIAS": True, "ACTIVATION": 3, "TRANSPOSED": False},
+    {"RANKS": 8, "AT_ONCE": 1, "SPLIT": 4},
+], ids=["4 ranks", "8", "8, bounded, weights by rows", "8, four parts"])  # fmt: skip
+def test_small_ctas_find_room_beside_each_other(tile: tuple[int, int], changes: dict[str, Any], target: str) -> None:
     """Two on any SM, or those that multiply might find none beside those that wait; where many are wanted, four."""
-    kernel = decode(tile, ranks, target, at_once=max(1, 8 // ranks))
+    if tile == fused.ROW_TILE and "TRANSPOSED" in changes:
+        return  # it has none such
+    kernel = decode(tile, target=target, **changes)
+    if "TURNS" in changes or "SPLIT" in changes:
+        assert kernel.spills <= 128  # bytes, of addresses of 32 packets
+        assert kernel.registers * 128 * 2 <= REGISTERS
+        assert kernel.shared * 2 <= (SHARED if target == "sm_90" else 99 << 10)
+        return
     wanted = 8 if tile == fused.ROW_TILE else 4 if target == "sm_90" else 2
     assert kernel.spills == 0
     assert kernel.registers * 128 * wanted <= REGISTERS
@@ -155,9 +166,14 @@ def test_nobody_waits_for_the_number_of_the_call_before_weights_are_asked_for(
 
 
 def test_a_call_counts_who_read_its_number_and_who_left() -> None:
-    """Who read it, relaxed: the address depends on the number. Who left releases what it stored, behind a barrier."""
+    """Behind a barrier: all threads have read it, and have stored, and who left releases that."""
     ptx = decode().ptx
-    assert re.search(r"atom\.(?:global\.)?gpu\.(?:global\.)?relaxed|atom\.relaxed\.gpu|atom\.global\.gpu\.relaxed", ptx)
+    counts = [one.start() for one in re.finditer(r"atom\.global\.gpu\.relaxed|atom\.relaxed\.gpu", ptx)]
+    reads = [one.start() for one in re.finditer(r"ld\.volatile\.global", ptx)]
+    assert len(counts) == 2  # of those that multiply, of those that sum
+    for one in counts:
+        read = max(found for found in reads if found < one)
+        assert "bar.sync" in ptx[read:one], "a thread counts, and another has not read"
     releases = [one.start() for one in re.finditer(r"(?:atom|red)\.(?:global\.)?(?:gpu\.release|release\.gpu)", ptx)]
     assert releases
     for one in releases:

@@ -68,7 +68,7 @@ def whole() -> dict[str, Any]:
         b"null",
         b"[" * 100_000,
         b"x" * (cache.MOST_BYTES + 1),
-        {"format": "undertow plan 2"},
+        {"format": "undertow plan 1"},
         {"plan": {}},
         {"plan": None},
         {"plan": {**json.loads(PLAN.to_json()), "lane": "moon"}},

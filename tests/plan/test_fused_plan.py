@@ -17,6 +17,7 @@ from undertow.plan.plan import Plan, Share
 from undertow.plan.predict import predict
 from undertow.plan.problem import Problem
 from undertow.plan.search import fused_plans, ranked
+from undertow.plan.tuner import short_list
 
 MACHINE = Machine.from_dict(VIRTUAL_NODE)
 SHARDS = ((5, 5, 5), (7, 0, 3, 1), (1, 1), (0, 9), (16, 16, 16, 16), (33, 2))
@@ -348,6 +349,16 @@ def test_no_more_small_ctas_wait_than_there_are_sms(tile: tuple[int, int], worki
     assert summing >= 1
     assert multiplying + summing <= max(2, working)
     assert fused.small_ctas(asked, plan, tile, 0, True) == (0, 0)
+    usual = fused.small_ctas(asked, replace(plan, share=Share()), tile, working, False)
+    assert usual == (pieces, min(working, fused.SUMMING))
+
+
+@pytest.mark.parametrize("n", [2048, 8192])
+@pytest.mark.parametrize("m", [1, 4, 16, 64])
+def test_the_usual_plan_of_few_rows_is_measured(m: int, n: int) -> None:
+    asked = Problem.of("matmul_all_reduce", m, n, 1024, dtype="bfloat16", ranks=4, device="cuda", multiprocessors=33)
+    candidates = [plan for plan, _ in ranked(asked, MACHINE, ["peer"])]
+    assert fused_plan(asked, "peer") in short_list(candidates)
 
 
 def test_few_rows_that_are_sent_at_once_do_not_ask_ahead() -> None:

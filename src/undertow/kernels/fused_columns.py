@@ -17,7 +17,7 @@ So the others' parts have arrived when a rank's own block is computed, and only 
 word follows its block at once: the owner may be waiting for it. Loads of weights run ahead meanwhile.
 
 Sums are taken in fp32 in the order of ranks; the partial products are rounded to the type of x before, own ones, too:
-the same bits as those of `fused_decode`. A group that ends behind the last column has blocks without columns, which are
+as in `fused_decode`. A group that ends behind the last column has blocks without columns, which are
 computed (of zeros) and told as all others, but not stored.
 
 Slots are used in turn by two calls. A rank in call n + 2 has waited, in call n + 1, for sums of every rank, which took
@@ -28,8 +28,10 @@ Memory ordering. A block's word is released, at system scope, behind a CTA barri
 sums and their words. Epochs are this rank's own: one for each CTA, read and advanced by it alone. Who does not get
 what it waits for poisons the result, as in `fused_decode`.
 
-AHEAD: as in `fused_decode`. The next launch may begin when the CTA waits for nobody any more, or (`early`) already when
-it has told of all its blocks and the CTAs of its number on all ranks run, which they say when they finish a block.
+AHEAD (sm_90 and later, launched to match): elements along K of the first blocks whose weights are asked for while the
+launch in front ends (`ahead.py`); 0: the call begins when that has ended. The next launch may begin when the CTA waits
+for nobody any more, or (`early`) already when it has told of all its blocks and the CTAs of its number on all ranks
+run, which they say when they finish a block.
 """
 
 # Triton grows tuples whose types mypy would fix at their first length.
@@ -145,7 +147,7 @@ def fused_columns_kernel(
     parts and, `reduced` elements behind them, sums; `bases`: addresses of all ranks'. `words`: a line for each of
     `lines` groups, as many for sums that are ready, and one for each CTA; `word_bases`: addresses of all ranks'. N is a
     multiple of 8. The first `active` CTAs work; every CTA of the grid, which never changes, counts calls in its word of
-    `epochs`; behind those is `poison.leave_grid`'s. LANES: the CTA's threads. AHEAD, `early`: as in `fused_decode`.
+    `epochs`; behind those is `poison.leave_grid`'s. LANES: the CTA's threads. AHEAD, `early`: see above.
     """
     program = tl.program_id(0)
     n, half, reduced = n // 8 * 8, half // 8 * 8, reduced // 8 * 8  # they are so already: it tells the compiler

@@ -23,10 +23,10 @@ relaxed, at system scope: a packet publishes nothing but itself.
 
 Every CTA reads the number of the call, which this rank keeps in LINE words, one for a lane: a CTA that multiplies asks
 for it first and looks at it last, which a compiler that knows all lanes to get the same would not let it. Each CTA adds
-one to a count (relaxed: its address depends on the number that was read, so it was read before), and who finds that it
-was the last one stores the next number and clears what the next call counts. A CTA that sums and does not get what it
-waits for poisons all of `out` when the others that sum are over with it: they count themselves out, which releases what
-they stored.
+one to a count, relaxed, behind a barrier, which no thread passes before it has the number that it read; who finds that
+it was the last one stores the next number and clears what the next call counts. A CTA that sums and does not get what
+it waits for poisons all of `out` when the others that sum are over with it: they count themselves out, which releases
+what they stored.
 
 EARLY (sm_90 and later, launched to match): the call is launched while the one in front of it on the stream ends, and
 waits for that before it does anything; and it lets the next one in when no CTA of it waits for anybody any more.
@@ -153,6 +153,7 @@ def _sum(
 @triton.jit
 def _count_read(epochs, taken, epoch):
     """This CTA has read the number of the call; the last one sets the next."""
+    tl.debug_barrier()  # one thread counts, and all have read
     turn = epoch & 1
     if tl.atomic_add(taken + turn * LINE, 1, sem="relaxed", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(epochs + tl.arange(0, LINE), epoch)

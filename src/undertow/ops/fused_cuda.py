@@ -3,7 +3,8 @@
 A call is prepared (memory, tables, the kernel itself) before anything of it moves: what fails there ends no group.
 
 All CTAs of all ranks wait for each other, so all of them must run at once: the grid is this rank's multiprocessors,
-always the same, and at most so many CTAs of it work. Nothing that differs from replay to replay is an argument.
+always the same, and at most so many CTAs of it work. (Few rows that are sent to all ranks at once have small CTAs, of
+which few wait: `fused_few.py`.) Nothing that differs from replay to replay is an argument.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..plan import fused
-from .fused_launch import Factors, Launch, active, factors, finishing, watch
+from .fused_launch import Factors, Launch, factors, finishing, watch
 from .fused_stage import Stage, load, stage_of
 
 if TYPE_CHECKING:
@@ -39,29 +39,39 @@ def at_once(
     size, n, m = fabric.group.size, problem.n, problem.m
     stage = stage_of(fabric, ("decode",), fused.stage_elements(problem, plan), 1, torch.int64)
     both = factors(x, w, False)
-    bounded = active(plan, fabric) < fabric.multiprocessors
-    tile = _MANY_ROWS if plan.tile == fused.ROW_TILE and (bounded or not both.transposed) else plan.tile
     bias, ends = finishing(finish, y)
     constants: dict[str, Any] = ends | {
-        "ROWS": tile[0], "BLOCK_N": tile[1], "BLOCK_K": fused.decode_step(tile), "TRANSPOSED": both.transposed,
-        "SPLIT": plan.split, "TURNS": bounded, "RANKS": size, "LANES": 32 * _SMALL_WARPS,
+        "TRANSPOSED": both.transposed, "SPLIT": plan.split, "RANKS": size, "LANES": 32 * _SMALL_WARPS,
         "AT_ONCE": max(1, _PACKETS // (size * plan.split)), "EARLY": fabric.bulk_copies, "num_warps": _SMALL_WARPS,
-        "num_stages": fused.decode_stages(tile),
     }  # fmt: skip
     if fabric.bulk_copies:  # sm_90: "programmatic dependent launch"
         constants["launch_pdl"] = True
+    one_row = plan.tile == fused.ROW_TILE
+    tiles = {
+        False: _MANY_ROWS if one_row and not both.transposed else plan.tile,
+        True: _MANY_ROWS if one_row else plan.tile,
+    }
 
-    def launch(epochs: torch.Tensor, working: int) -> None:
+    def as_bounded(epochs: torch.Tensor, working: int, bounded: bool) -> None:
+        tile = tiles[bounded]
         multiplying, summing = fused.small_ctas(problem, plan, tile, working, bounded)
         kernel: Any = fused_decode_kernel
         kernel[(max(1, multiplying + summing),)](
             both.a, both.b, y, bias, stage.bases, stage.data.local, epochs, stage.taken, m, n, both.inner, multiplying,
-            summing, *both.strides[:2], stage.half, fabric.group.rank, *watch(fabric), **constants,
+            summing, *both.strides[:2], stage.half, fabric.group.rank, *watch(fabric), ROWS=tile[0], BLOCK_N=tile[1],
+            BLOCK_K=fused.decode_step(tile), TURNS=bounded, num_stages=fused.decode_stages(tile), **constants,
         )  # fmt: skip
 
+    def launch(epochs: torch.Tensor, working: int) -> None:
+        as_bounded(epochs, working, working < min(fabric.multiprocessors, problem.multiprocessors))
+
+    def launch_either(epochs: torch.Tensor, working: int) -> None:
+        """To load both: whether SMs are bounded may change from call to call, also where nothing can be compiled."""
+        for bounded in (False, True):
+            as_bounded(epochs, working, bounded)
+
     common = "decode", plan.tile, plan.split, x.dtype, *ends.values()
-    variant = (tile, bounded, both.transposed, n % 16, both.inner % 16, y.data_ptr() % 16)
-    load(fabric, stage, common, variant, launch)
+    load(fabric, stage, common, (both.transposed, n % 16, both.inner % 16, y.data_ptr() % 16), launch_either)
     return stage, launch
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .problem import Problem
     from .tuner import Trial
 
-FORMAT = "undertow plan 1"
+FORMAT = "undertow plan 2"
 MOST_BYTES = files.MOST_BYTES
 _FIELDS = {"format": str, "key": str, "machine": str, "versions": dict, "made": str, "reason": str, "plan": dict}
 

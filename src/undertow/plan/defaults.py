@@ -4,7 +4,8 @@ serial     the whole product first; what moves is cut only to keep a link busy i
 chunked    CHUNKS equal parts of the rows
 signaled   about PARCELS parcels of whole bands where there are enough of them, else of tiles, packed
            (moved by a collective program: always of whole bands); sums over a GPU's peer memory by a program
-fused      all SMs, or where tiles wait all but one, compute, and move what they compute (`fused.py`, `brought.py`)
+fused      all SMs, or where tiles wait all but one, compute, and move what they compute (`fused.py`, `brought.py`);
+           few rows by small CTAs on all SMs, at most one of those that wait to each
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ _PROGRAMS = {"matmul_all_reduce": "two_shot", "matmul_reduce_scatter": "reduce_s
 the host enqueues dozens of copies, sums and stops of streams, which takes it longer than the GPU takes for the call: on
 an H200, four ranks, M 4096, N 8192, K 4096, 8.8 and 6.0 ms instead of 2.8 and 2.7."""
 _MOVING = 4  # CTAs whose time goes into moving what all of them compute, for predictions
-_SUMMING = 32  # CTAs that sum few rows: more of them poll, and sum no sooner
 _SPARE = 1  # SM that a fused call leaves to kernels of others
 _APART = 33  # SMs of a fused call of which one sums or brings rows beside the others: measured on four ranks of a 132
 _UNCROWDED = 4  # ranks that share a GPU and its cache without loss
@@ -192,7 +192,7 @@ def few_row_forms(problem: Problem) -> dict[str, dict[str, Any]]:
     return {
         "at once": {
             "tile": fused.ROW_TILE if problem.m == 1 else small, "split": 1, "owners": "rows",
-            "share": Share(every, min(every, _SUMMING)),
+            "share": Share(every, min(every, fused.SUMMING)),
         },
         "owners": {
             "tile": (tall, wide), "split": 0, "owners": "columns",

@@ -41,6 +41,7 @@ LINE = 32  # words of a tile's or a band's line, 4 bytes each
 GPU_TILES = ((128, 256), (64, 256))  # of GPUs with TMA
 NARROW_TILE = (128, 128)  # another one where rows are gathered: more of them may fill waves better
 PLAIN_TILES = ((128, 128), (64, 128))  # of others: what fits their registers and shared memory
+SUMMING = 32  # CTAs that sum few rows where nothing else is said: more of them poll, and sum no sooner
 ROW_TILE = (1, 16)  # of one row: without tensor cores, where weights lie by columns
 DECODE_TILES = (ROW_TILE, *((rows, columns) for columns in (64, 32) for rows in (16, 32, 64)))
 OWNED_TILES = tuple((rows, columns) for columns in (256, 128, 64) for rows in (16, 32, 64))
@@ -204,7 +205,7 @@ def small_ctas(problem: Problem, plan: Plan, tile: tuple[int, int], working: int
     that work, at most one each that waits; `bounded`: at most so many of both, but one of either."""
     if not working:
         return 0, 0
-    summing = min(plan.share.communication_ctas or 1, working)
+    summing = min(plan.share.communication_ctas or SUMMING, working)
     pieces = -(-problem.n // tile[1]) * plan.split
     if not bounded:
         return pieces, summing

@@ -112,8 +112,12 @@ def matmul_times(
             for at, (start, stop) in enumerate(itertools.pairwise(cuts)):
                 times[at] += matmul_seconds(problem, machine, workers, stop - start)
         return times
-    one = tile_seconds(problem, machine, plan.tile, workers)
-    tiles = sum(_tiles(rows, problem.n, plan.tile) for rows in problem.shards)
+    tile = plan.tile
+    few = plan.grain == "fused" and problem.device == "cuda" and fused.form(problem, plan) == fused.DECODE
+    if few:  # small CTAs, many to an SM, without pauses between them: as if each SM had one tile
+        tile = (tile[0], -(-problem.n // workers))
+    one = tile_seconds(problem, machine, tile, workers)
+    tiles = sum(_tiles(rows, problem.n, tile) for rows in problem.shards)
     reached = [-(-tiles * bound // extent) for bound in bounds]
     parcels = held or [stop - start for start, stop in itertools.pairwise(reached)]
     ends = [-(-tiles // workers) * one for tiles in itertools.accumulate(parcels, initial=0)]

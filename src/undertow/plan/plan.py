@@ -42,8 +42,8 @@ class Share:
     """What each side may use while both run.
 
     `multiprocessors`: SMs (on a CPU: threads) for computing, None for all. `communication_ctas`: the grid of copies
-    that run on SMs, None for the lane's own choice, or (fused) for none apart. `communication_priority`: of streams,
-    lower is more urgent.
+    that run on SMs, None for the lane's own choice, or (fused) for none apart (of few rows sent at once: for as many as
+    usual). `communication_priority`: of streams, lower is more urgent.
     """
 
     multiprocessors: int | None = None
@@ -66,12 +66,13 @@ class Plan:
     for rows, `share.communication_ctas` CTAs push them, in pieces of `piece` columns, before they multiply, or (`order`
     "rotated", `brought.py`) while the others multiply all own tiles first, or where all do so before all multiply;
     where owners sum on a GPU, so many do only that (`beside.py`), unless sums go from rank to rank (`order` "rotated",
-    `chain.py`). `split` is for few rows: of all_reduce 0 where
-    owners sum, else in how many parts K is cut for a one-shot exchange; of all_gather in how many K of the last tiles
-    is, 0: it is not. `owners`: ranks own "rows" or, where few rows are summed by owners (all_reduce), "columns".
-    `ahead`: of owned columns on a GPU, elements along K whose weights a call asks for before the launch in front of it
-    has ended, 0: it begins after that. A rank's own tiles come last where they wait for the others' (`fused.own_last`);
-    elsewhere `order`, and `layout`, are "natural".
+    `chain.py`); where few rows are sent to all ranks at once, so many small CTAs sum, and those that multiply, one for
+    each tile and part of K, are as many as there are, or, of fewer SMs than all, one for each. `split` is for few rows:
+    of all_reduce 0 where owners sum, else in how many parts K is cut for a one-shot exchange; of all_gather in how many
+    K of the last tiles is, 0: it is not. `owners`: ranks own "rows" or, where few rows are summed by owners
+    (all_reduce), "columns". `ahead`: of owned columns on a GPU, elements along K whose weights a call asks for before
+    the launch in front of it has ended, 0: it begins after that. A rank's own tiles come last where they wait for the
+    others' (`fused.own_last`); elsewhere `order`, and `layout`, are "natural".
     `pull` (all_gather): tiles read rows where their owners keep them, instead of having them pushed here. `in_step`:
     CTAs of a GPU that multiply tiles wait for each other after each, so that they find what they read in its cache.
 
