@@ -130,11 +130,17 @@ class Bench:
             integers(m, k, 300 + rank, self.device, 3), integers(n, k, 400 + rank, self.device, 16).t(),
         )  # fmt: skip
 
+    def trace(self, what: str, name: str) -> None:
+        """What is begun, where somebody asked for it: a rival that stands still has no deadline of ours."""
+        if self.options.get("trace") and self.rank == 0:
+            print(f"{time.perf_counter():.2f} {what} {name}", flush=True)
+
     # -- right, then fast --------------------------------------------------------------------------------------------
 
     def right(self, variants: Variants, want: Result, poisoned: Any) -> tuple[Variants, dict[str, str]]:
         good, bad = {}, {}
         for name, call in variants.items():
+            self.trace("compare", name)
             alone = name.startswith(("cublas", "gemm"))
             reason = ""
             try:
@@ -201,11 +207,15 @@ class Bench:
         good, bad = self.right(variants, want, poisoned)
         flops = 2 * m * k * n
         calls = max(2, min(20, int(2e11 / flops * self.size))) if sets == 1 else max(sets, 12)
-        ready = {name: self.sampler(call, calls, sets) for name, call in good.items()}
+        ready = {}
+        for name, call in good.items():
+            self.trace("capture", name)
+            ready[name] = self.sampler(call, calls, sets)
         seconds: dict[str, list[float]] = {name: [] for name in ready}
         for turn in range(self.options["rounds"] + 1):
             # In another order each time, the same on all ranks: a card that was busy runs slower for a while.
             for name in random.Random(turn).sample(list(ready), len(ready)):
+                self.trace("measure", name)
                 sample, _ = ready[name]
                 torch.cuda.synchronize()
                 self.group.barrier()

@@ -157,6 +157,7 @@ def main() -> None:
         "--seconds", default="32,8", help="for each number of ranks, from when they are up: no shape is begun later"
     )
     parser.add_argument("--guarded", action="store_true", help="also as the operators call it, watched")
+    parser.add_argument("--trace", action="store_true", help="say which variant is begun, and when")
     parser.add_argument("--no-odd", action="store_true", help="leave out the operators on odd shapes")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -169,7 +170,7 @@ def main() -> None:
             "m": [int(one) for one in options.m.split(",")], "seconds": limits[min(number, len(limits) - 1)],
             "loaders": [int(one) for one in options.loaders.split(",") if one], "guarded": options.guarded,
             "decode": [one for one in options.decode.split(",") if one],
-            "part": str(part) if part else "", "odd": not options.no_odd and number == 0,
+            "part": str(part) if part else "", "trace": options.trace, "odd": not options.no_odd and number == 0,
         }  # fmt: skip
         try:
             found = ut.launch(rank_main, ranks, device="cuda", args=(given,), deadline=20)[0]
