@@ -1,167 +1,31 @@
-"""Launches of the fused kernels as the operators make them, by Triton's interpreter on the CPU: with TMA, and without.
+"""Fused kernels as the operators launch them, by Triton's interpreter on the CPU: with TMA, and without.
 
-What is real: operands, tables, stages, the arguments of the kernels, the kernels themselves. What is not: signals
-(`interpreted_tokens.py`), streams, the driver. Ranks come one after the other and wait for nobody, so every call is
-made twice with the same number: the first time for what it sends, the second for what it finds; where sums of what was
-found are sent, once more.
+What is real and what is not: `interpreted_node.py`.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import triton
-import triton.language as tl
+from interpreted_node import CTAS, HALF, Node, made, poisoned, wide
 
-_open: Any = ctypes.CDLL
-
-
-class _NoDriver:
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: 0
-
-
-ctypes.CDLL = lambda name, *rest, **more: (  # type: ignore[misc,assignment]
-    _NoDriver() if "libcuda" in str(name) else _open(name, *rest, **more)
-)
-
-import interpreted_tokens as parts  # noqa: E402 - its replacements of signals hold here, too
-
-from undertow.fabric.cuda import CudaFabric  # noqa: E402
-from undertow.kernels import ahead, fused_columns, fused_decode  # noqa: E402
-from undertow.ops import fused_cuda, fused_few, tokens_cuda  # noqa: E402
-from undertow.ops.all_gather_matmul import reference as gathered_reference  # noqa: E402
-from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference  # noqa: E402
-from undertow.ops.beside import Arriving  # noqa: E402
-from undertow.ops.finish import Finish  # noqa: E402
-from undertow.ops.fused_stage import Stage  # noqa: E402
-from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference  # noqa: E402
-from undertow.ops.matmul_reduce_scatter import reference as scattered_reference  # noqa: E402
-from undertow.ops.whole import HOME  # noqa: E402
-from undertow.plan import brought, fused, fused_order  # noqa: E402
-from undertow.plan.defaults import fused_plan, tokens_plan  # noqa: E402
-from undertow.plan.plan import Share  # noqa: E402
-from undertow.plan.problem import Problem  # noqa: E402
-from undertow.plan.tokens import Tokens  # noqa: E402
-
-CTAS = 3
-HALF = torch.float16
-
-
-class Node:
-    """Ranks that share this process's memory."""
-
-    def __init__(self, ranks: int, bulk: bool, together: bool = False) -> None:
-        self.ranks, self.bulk, self.together, self.stages = ranks, bulk, together, dict[Any, list[Stage]]()
-        parts.BULK[0] = bulk
-
-    def fabric(self, rank: int) -> Any:
-        made = object.__new__(CudaFabric)
-        made.group = types.SimpleNamespace(rank=rank, size=self.ranks, deadline=1.0, device=torch.device("cpu"))
-        made.device, made.multiprocessors, made.bulk_copies = made.group.device, CTAS, self.bulk
-        made.guard = types.SimpleNamespace(  # type: ignore[assignment]
-            abort=parts.NOBODY, error=parts.NOBODY, poisons_itself=lambda: None
-        )
-        made.node, made.together = self, self.together  # type: ignore[attr-defined]
-        return made
-
-    def stage(self, fabric: Any, kind: Any, elements: int, lines: int, dtype: torch.dtype, unit: int = 8) -> Stage:
-        if kind not in self.stages:
-            half = -(-elements // (8 * unit)) * 8 * unit
-            lines += lines % 2
-            poison = float("nan") if dtype.is_floating_point else -1
-            whole = torch.full((self.ranks, 2 * half), poison, dtype=dtype)
-            data = list(whole)
-            words = [torch.zeros((lines + CTAS) * fused.LINE, dtype=torch.int32) for _ in range(self.ranks)]
-            bases = parts.addresses(data), parts.addresses(words)
-            self.stages[kind] = [
-                Stage(
-                    _buffer(data, rank), half, _buffer(words, rank), lines, *(_counters() for _ in range(3)), *bases, 0
-                )
-                for rank in range(self.ranks)
-            ]
-            for stage in self.stages[kind]:
-                stage.described["side by side"] = whole
-        return self.stages[kind][fabric.group.rank]
-
-    def run(self, call: Callable[[Any, int], Callable[[], None]], times: int = 2) -> None:
-        """Every rank's call, so many times with the same number."""
-        for again in range(times):
-            for rank in range(self.ranks):
-                call(self.fabric(rank), rank)()
-            if again + 1 < times:  # only what this call counts: the other counter is for the kernel to clear
-                for stages in self.stages.values():
-                    for stage in stages:
-                        stage.taken[int(stage.epochs[0]) % 2 * fused.LINE] = 0
-                        stage.epochs -= 1
-
-
-def _counters() -> torch.Tensor:
-    return torch.zeros(2 * fused.LINE, dtype=torch.int32)
-
-
-def _buffer(tensors: list[torch.Tensor], rank: int) -> Any:
-    return types.SimpleNamespace(local=tensors[rank], peer=lambda one: tensors[one])
-
-
-@triton.jit
-def sent(pointers, data, flag, wanted):
-    tl.store(pointers, (data.to(tl.int64) & 0xFFFFFFFF) | (flag.to(tl.int64) << 32), mask=wanted)
-
-
-def settled(pointers: Any, wanted: Any, flag: Any, watch: Any) -> Any:
-    """Packets of another number, or that are not wanted, are not numbers."""
-    found = []
-    for at, one in enumerate(pointers):
-        here = (wanted >> at) & 1 != 0
-        word = tl.load(one, mask=here, other=0)
-        found.append(tl.where(here & ((word >> 32).to(tl.int32) == flag), word.to(tl.int32), 0x7E007E00))
-    return *found, tl.zeros_like(wanted)
-
-
-fused_decode.send, fused_decode.settle = sent, settled  # type: ignore
-for _name, _other in (("tell", parts.told), ("signal_wait_all", parts.no_wait), ("has_bulk_copies", parts.bulk_copies)):
-    setattr(fused_columns, _name, _other)
-ASKED: list[tuple[int, int]] = []  # addresses and bytes
-
-
-def asked(pointers: Any, nbytes: Any) -> None:
-    ASKED.extend((int(one), int(size)) for one, size in zip(pointers.handle.data, nbytes.handle.data, strict=True))
-
-
-@triton.jit
-def said(word_bases, offset, epoch, RANKS: tl.constexpr, LANES: tl.constexpr):
-    for one in range(RANKS):
-        tl.store(tl.load(word_bases + one).to(tl.pointer_type(tl.int32)) + offset, epoch)
-
-
-ahead.ask, ahead.gdc_wait, ahead.gdc_launch_dependents = asked, parts.no_fence, parts.no_fence  # type: ignore[assignment]
-fused_columns.say_running = said  # type: ignore[attr-defined]
-for _module in (fused_cuda, fused_few, tokens_cuda):
-    _module.stage_of = lambda fabric, *rest, **more: fabric.node.stage(fabric, *rest, **more)  # type: ignore[attr-defined]
-    _module.device_table = lambda fabric, key, make: parts.table(make())  # type: ignore[attr-defined]
-    _module.load = lambda *arguments: None  # type: ignore[attr-defined]
-Stage.follow = Stage.enqueued = lambda self, device: None  # type: ignore[method-assign,assignment]
-Stage.side_by_side = lambda self, fabric: self.described["side by side"]  # type: ignore[method-assign]
-
-
-def made(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randint(-1, 2, shape, generator=torch.Generator().manual_seed(seed)).to(HALF)
-
-
-def poisoned(*shape: int) -> torch.Tensor:
-    return torch.full(shape, float("nan"), dtype=HALF)
-
-
-def wide(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [one.float() for one in tensors]
-
+from undertow.ops import fused_cuda, tokens_cuda
+from undertow.ops.all_gather_matmul import reference as gathered_reference
+from undertow.ops.all_to_all_matmul import grouped_reference as arriving_reference
+from undertow.ops.beside import Arriving
+from undertow.ops.finish import Finish
+from undertow.ops.matmul_all_to_all import grouped_reference as leaving_reference
+from undertow.ops.matmul_reduce_scatter import reference as scattered_reference
+from undertow.ops.whole import HOME
+from undertow.plan import brought, fused, fused_order
+from undertow.plan.defaults import fused_plan, tokens_plan
+from undertow.plan.plan import Share
+from undertow.plan.problem import Problem
+from undertow.plan.tokens import Tokens
 
 SIZES = [[[3, 0], [70, 1]], [[0, 0], [2, 5]]]
 
@@ -380,119 +244,3 @@ def test_rows_that_stay_as_they_are_launched(way: str, rows: tuple[int, ...], k:
         for rank, stage in enumerate(stages):
             here = stage.data.local[: m * k].view(m, k)
             assert torch.equal(here, whole) if rank == HOME or not pull else bool(torch.isnan(here).all())
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("working", [CTAS, 2, 1])
-@pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize(("tile", "shape"), [
-    (fused.ROW_TILE, (1, 136, 520)), ((16, 64), (1, 136, 104)), ((16, 32), (5, 464, 264)), ((32, 64), (17, 136, 264)),
-])  # fmt: skip
-def test_few_rows_are_sent_at_once_as_they_are_launched(
-    tile: tuple[int, int], shape: tuple[int, int, int], split: int, working: int, transposed: bool
-) -> None:
-    """A CTA for each piece, or fewer than that; ranks of which one has its weights the other way round; blocks that are
-    short, K that is no whole number of steps."""
-    (m, n, k), ranks = shape, 3
-    node = Node(ranks, True)
-    xs, ws = [made(m, k, seed=rank) for rank in range(ranks)], [made(k, n, seed=9 + rank) for rank in range(ranks)]
-    other = [rank for rank in range(ranks) if transposed == (rank == 1)]  # whose weights lie by rows
-    ws = [w if rank in other else w.t().contiguous().t() for rank, w in enumerate(ws)]
-    bias = made(n, seed=4)
-    asked = Problem.of("matmul_all_reduce", m, n, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS)
-    plan = dataclasses.replace(
-        fused_plan(asked, "peer"), split=split, owners="rows", tile=tile, share=Share(working, CTAS)
-    )
-    plan.check(asked)
-    want = torch.relu(sum(x @ w for x, w in zip(wide(xs), wide(ws), strict=True)) + bias.float()).to(HALF)
-    for call in range(3):  # each turn, and again
-        outs = [poisoned(m, n) for _ in range(ranks)]
-        node.run(lambda fabric, rank, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
-            xs[rank], ws[rank], outs[rank], asked, plan, Finish(bias, "relu"), fabric
-        ))  # fmt: skip
-        for got in outs:
-            assert torch.equal(got, want)
-        (stages,) = node.stages.values()
-        for rank, stage in enumerate(stages):
-            assert int(stage.epochs[0]) == call + 1
-            used, spare = (stage.taken[turn % 2 * fused.LINE :][:2].tolist() for turn in (call + 1, call))
-            assert spare == [0, 0]  # for the next call
-            tile_ = (16, 64) if tile == fused.ROW_TILE and (working < CTAS or rank in other) else tile
-            counts = fused.small_ctas(asked, plan, tile_, working, working < CTAS)
-            assert used == [sum(counts), 2 * counts[1]]  # who summed left twice: see `run`
-            assert stage.data.local[turned(stage, call) :][: stage.half].eq(-1).sum() == stage.half - (
-                ranks * split * m * n // 2
-            )  # nothing beyond what is sent
-
-
-def turned(stage: Stage, call: int) -> int:
-    """Where packets of that call lie."""
-    return (call + 1) % 2 * stage.half
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("bulk", "tile", "shape"), [
-    (False, (16, 128), (5, 136, 104)), (True, (16, 64), (5, 136, 104)), (True, (32, 64), (17, 464, 264)),
-])  # fmt: skip
-def test_few_rows_as_they_are_launched(
-    bulk: bool, tile: tuple[int, int], shape: tuple[int, int, int], transposed: bool
-) -> None:
-    """Weights asked for ahead where there is TMA, or by pointers; groups whose last block is short, or missing."""
-    (m, n, k), ranks = shape, 3
-    node = Node(ranks, bulk)
-    xs, ws = [made(m, k, seed=rank) for rank in range(ranks)], [made(k, n, seed=9 + rank) for rank in range(ranks)]
-    ws = [w.t().contiguous().t() if transposed else w for w in ws]
-    bias = made(n, seed=4)
-    asked = Problem.of(
-        "matmul_all_reduce", m, n, k, dtype="float16", ranks=ranks, device="cuda", multiprocessors=CTAS, bulk=bulk
-    )  # fmt: skip
-    plan = dataclasses.replace(
-        fused_plan(asked, "peer"), split=0, owners="columns", tile=tile, ahead=512 if bulk else 0,
-        share=Share(CTAS - 1),
-    )  # fmt: skip
-    plan.check(asked)
-    want = torch.relu(sum(x @ w for x, w in zip(wide(xs), wide(ws), strict=True)) + bias.float()).to(HALF)
-    times = 3
-    for _ in range(2):  # each turn
-        outs = [poisoned(m, n) for _ in range(ranks)]
-        ASKED.clear()
-        node.run(lambda fabric, rank, outs=outs: fused_cuda.prepare(  # type: ignore[misc]
-            xs[rank], ws[rank], outs[rank], asked, plan, Finish(bias, "relu"), fabric
-        ), times)  # fmt: skip
-        for got in outs:
-            assert torch.equal(got, want)
-        for stage in node.stages["columns", HALF] if bulk else []:
-            running = stage.words.local.view(-1, fused.LINE)[stage.lines : stage.lines + CTAS - 1, :ranks]
-            assert (running == stage.epochs[0]).all()  # every CTA that works said so to all
-        for w in ws:  # what is asked for is asked for once a call
-            seen, begin = torch.zeros(n * k, dtype=torch.int32), w.data_ptr()
-            for one, size in ASKED:
-                if begin <= one < begin + 2 * n * k and size > 0:
-                    assert one % 16 == size % 16 == 0
-                    seen[(one - begin) // 2 : (one - begin + size) // 2] += 1
-            assert set(seen.tolist()) <= {0, times}
-            assert (int(seen.sum()) > 64 * k) == bulk  # more than the first block: K has fewer elements
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-def test_the_first_weights_are_asked_for_once(transposed: bool) -> None:
-    """All of a block that is there: 256 elements along K, or to its end; 64 columns, or to the last."""
-    n, k = 200, 328
-    w = torch.zeros((n, k) if transposed else (k, n), dtype=HALF)
-    for column, begin in ((0, 0), (64, 128), (192, 0)):
-        ASKED.clear()
-        _ask[(1,)](w, w.stride(0), n, column, begin, min(k, begin + 256), 256, 64, transposed)
-        seen = torch.zeros(n * k, dtype=torch.int32)
-        for one, size in ASKED:
-            first = (one - w.data_ptr()) // 2
-            seen[first : first + max(0, size) // 2] += 1
-        want = torch.zeros(k, n, dtype=torch.int32)
-        want[begin : begin + 256, column : column + 64] = 1
-        assert torch.equal(seen.view(w.shape), want.t() if transposed else want), (column, begin)
-
-
-@triton.jit
-def _ask(
-    w, b_row, n, column, begin, end, AHEAD: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr
-):  # fmt: skip
-    ahead.ask_for_weights(w, b_row, n, column, begin, end, AHEAD, BLOCK_N, TRANSPOSED, 256)

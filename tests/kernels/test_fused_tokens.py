@@ -152,12 +152,12 @@ def test_an_exchange_as_it_is_launched() -> None:
 
 @pytest.mark.parametrize("which", ["tile0-shape0-2-3", "tile2-shape2-1-2"])
 def test_few_rows_are_sent_at_once_as_they_are_launched(which: str) -> None:
-    interpreted(f"interpreted_launches.py::test_few_rows_are_sent_at_once_as_they_are_launched[{which}-True]")
+    interpreted(f"interpreted_few_rows.py::test_few_rows_are_sent_at_once_as_they_are_launched[{which}-True]")
 
 
 @pytest.mark.nightly
 def test_few_rows_as_they_are_launched() -> None:
-    interpreted("interpreted_launches.py::test_few_rows_as_they_are_launched[True-tile1-shape1-True]")
+    interpreted("interpreted_few_rows.py::test_few_rows_as_they_are_launched[True-tile1-shape1-True]")
 
 
 def test_a_scatter_as_it_is_launched() -> None:
@@ -166,9 +166,9 @@ def test_a_scatter_as_it_is_launched() -> None:
 
 @pytest.mark.nightly
 def test_the_first_weights_are_asked_for_once() -> None:
-    interpreted("interpreted_launches.py::test_the_first_weights_are_asked_for_once")
+    interpreted("interpreted_few_rows.py::test_the_first_weights_are_asked_for_once")
 
 
 @pytest.mark.nightly
 def test_every_launch() -> None:
-    interpreted("interpreted_launches.py")
+    interpreted("interpreted_launches.py", "interpreted_few_rows.py")

@@ -38,15 +38,14 @@ waits for that before it does anything; and it lets the next one in when no CTA 
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 
 from .ahead import begin_early, let_next_begin
 from .combine import activated
 from .gemm import plain_multiply
 from .packets import send, settle
-from .poison import fill
+from .poison import fill_when_out
+from .turns import LINE
 
-LINE = tl.constexpr(32)  # 32-bit words between what calls of even and of odd numbers count
 _POISONED_AT_ONCE = tl.constexpr(1024)
 
 
@@ -165,37 +164,18 @@ def _count_read(epochs, taken, epoch):
 def _leave(left, failed, summing, out, count, deadline_ns):
     """Count a CTA out that summed; one that failed poisons all of `out` once all are out, or `deadline_ns` later.
 
-    Counting releases, on this GPU, what the CTA has stored; who failed acquires it from all before it poisons.
+    Counting releases, on this GPU, what the CTA has stored.
     """
     SIZE: tl.constexpr = out.dtype.element_ty.primitive_bitwidth // 8
     tl.debug_barrier()  # the release of one thread covers the stores of the others only across a barrier
     tl.atomic_add(left, 1, sem="release", scope="gpu")
     if failed != 0:
-        begin = globaltimer()
-        waits = True
-        while waits:
-            seen = tl.atomic_add(left, 0, sem="acquire", scope="gpu")
-            waits = (seen < summing) & (globaltimer() - begin < deadline_ns)
-        tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
-        fill(out.to(tl.int64).to(tl.pointer_type(tl.int8)), count.to(tl.int64) * SIZE, _POISONED_AT_ONCE)
+        fill_when_out(left, summing, out.to(tl.int64), count.to(tl.int64) * SIZE, deadline_ns, _POISONED_AT_ONCE)
 
 
 _FREE = [
-    *(
-        "bias",
-        "bases",
-        "packets",
-        "epochs",
-        "taken",
-        "multiplying",
-        "summing",
-        "rank",
-        "rows",
-        "half",
-        "x_row",
-        "w_row",
-    ),
-    *("abort", "error", "deadline_ns"),
+    *("bias", "bases", "packets", "epochs", "taken", "multiplying", "summing", "rank", "rows", "half"),
+    *("x_row", "w_row", "abort", "error", "deadline_ns"),
 ]
 
 

@@ -24,6 +24,21 @@ def fill(output, byte_count, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def fill_when_out(count, target, output, byte_count, deadline_ns, BLOCK: tl.constexpr):
+    """Poison `output` (an address), by the calling CTA, when `count` has reached `target`, or `deadline_ns` later.
+
+    Acquires, on this GPU, what those released who counted: no store of theirs comes after.
+    """
+    begin = globaltimer()
+    waits = True
+    while waits:
+        seen = tl.atomic_add(count, 0, sem="acquire", scope="gpu")
+        waits = (seen < target) & (globaltimer() - begin < deadline_ns)
+    tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
+    fill(output.to(tl.pointer_type(tl.int8)), byte_count, BLOCK)
+
+
+@triton.jit
 def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr, RELEASED: tl.constexpr = False):
     """Count this CTA out of its call; one that `failed` poisons all of `output` (an address) once all are out.
 
@@ -47,13 +62,7 @@ def leave(finished, failed, output, byte_count, deadline_ns, BLOCK: tl.constexpr
     else:
         ctas = tl.num_programs(0)
         target = (tl.atomic_add(finished, 1, sem="acq_rel", scope="gpu") // ctas + 1) * ctas
-        begin = globaltimer()
-        waits = True
-        while waits:
-            seen = tl.atomic_add(finished, 0, sem="acquire", scope="gpu")
-            waits = (seen < target) & (globaltimer() - begin < deadline_ns)
-        tl.debug_barrier()  # what one thread acquired is the CTA's only across a barrier
-        fill(output.to(tl.pointer_type(tl.int8)), byte_count, BLOCK)
+        fill_when_out(finished, target, output, byte_count, deadline_ns, BLOCK)
 
 
 @triton.jit

@@ -178,11 +178,11 @@ def _fused(problem: Problem, lane: str) -> Plan:
 def few_row_forms(problem: Problem) -> dict[str, dict[str, Any]]:
     """What a plan says of few rows that each rank sends to all "at once", and where "owners" of columns sum them.
 
-    On an H200, four ranks, N 8192, K 1024 and 3584, at once: one row took 20.5 and 57.5 us by tiles of its own, 21.7
-    and 60.9 in blocks of 64 columns; four rows 24.1 and 63.3, in blocks of 32 columns 27 and 67. By owners 64 rows took
-    33 and 75 us in blocks of 64 columns, 37 and 77 of 128, sixteen 30 and 70 of 128; weights that are asked for ahead,
-    on half an SM, cost up to 18 us. That was where 32 CTAs share N evenly in blocks of any of these widths; where they
-    would not, narrower blocks leave none of them idle.
+    On an H200, four ranks, N 8192, K 1024 and 3584, at once: one row took 21.2 and 57.0 us by tiles of its own, 22.7
+    and 61.1 in blocks of 64 columns; four rows 24.0 and 62.6, in a trial of blocks of 32 columns 27 and 67. By owners
+    64 rows took 33 and 75 us in blocks of 64 columns, 37 and 77 of 128, sixteen 30 and 70 of 128; weights that are
+    asked for ahead, on half an SM, cost up to 18 us. That was where 32 CTAs share N evenly in blocks of any of these
+    widths; where they would not, narrower blocks leave none of them idle.
     """
     tall = next(rows for rows in (16, 32, 64) if rows >= problem.m)
     every = problem.multiprocessors
