@@ -47,6 +47,13 @@ GATE = Setting(
     "`off`: they do not, and may hang. Backward passes that leave rows where they are meet on any node, whatever it "
     "says.",
 )
+NET = Setting(
+    "UNDERTOW_NET",
+    "auto",
+    "What carries messages over lane `net` in which all ranks take part: `backend`, torch.distributed's own (NCCL), or "
+    "`host`, Gloo through host memory; `auto`: the backend between GPUs of which every rank has one of its own, if it "
+    "is NCCL. Equal on all ranks.",
+)
 DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."
 )

@@ -19,6 +19,13 @@ def test_every_collective_by_copies_is_exact() -> None:
     assert min(found) >= 2 * 4 * len(targets.OTHERS)  # type: ignore[type-var]
 
 
+def test_every_collective_by_rounds_of_messages_is_exact() -> None:
+    """Also where a rank has nothing to send, or gets nothing."""
+    env = {"UNDERTOW_NET": "backend"}
+    found = launched(targets.copied, 3, ("net",), (1, 1001), targets.OTHERS[:2], env=env)
+    assert min(found) >= 2 * 2 * 2  # type: ignore[type-var,operator]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_collective_by_copies_at_all_sizes(ranks: int) -> None:

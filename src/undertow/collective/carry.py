@@ -10,6 +10,9 @@ Ranks name their peers in rotated order, so that no receiver is everybody's firs
 parcels in the same order: a lane's messages of two ranks then always meet. Two parcels may be under way at a time: a
 parcel's *parity* chooses its places and hand-off slots. A slot guards one place, so places depend on the workspace and
 not on the call: a rank that runs ahead would otherwise write over what a slower one has yet to read.
+
+A lane that moves `in_rounds` does both halves of a parcel at once, on all ranks in the same order. What leaves is then
+kept until the other half of its parcel is asked for, which every rank does, also one that gets nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 from ..errors import InvalidArgument
 from ..fabric.base import Incoming, Outgoing
 from ..fabric.symmetric import SymmetricBuffer
+from .rounds import Rounds
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric, Lane
@@ -38,6 +42,7 @@ class Carrier:
     def __init__(self, fabric: Fabric, lane: Lane, like: torch.Tensor, longest: int) -> None:
         group = fabric.group
         self._lane, self._rank, self._size = lane, group.rank, group.size
+        self._rounds = Rounds(group, lane) if lane.in_rounds else None
         self._symmetric: SymmetricBuffer | None = None
         self._private: torch.Tensor | None = None
         self._room = longest
@@ -53,36 +58,49 @@ class Carrier:
 
     def send(self, parcel: int, pieces: Sequence[torch.Tensor]) -> None:
         """pieces[d] to rank d; the one for this rank stays."""
-        self._lane.exchange(self._outgoing(_SEND, parcel, pieces), [])
+        self._leave(_SEND, parcel, self._outgoing(_SEND, parcel, pieces))
 
     def share(self, parcel: int, piece: torch.Tensor) -> None:
         """The same to all others."""
         outgoing = self._outgoing(_SEND, parcel, [piece] * self._size)
-        if outgoing:
+        if self._rounds is not None:
+            self._leave(_SEND, parcel, outgoing)
+        elif outgoing:
             one = outgoing[0]
             self._lane.share([each.peer for each in outgoing], piece, one.buffer, one.start, one.slot)
 
     def receive(self, parcel: int, outs: Sequence[torch.Tensor], shared: bool = False) -> None:
         """outs[s] = what rank s sent in this parcel (or shared); the one of this rank is left as it is."""
         incoming = self._incoming(_SEND, parcel, [one.numel() for one in outs], outs, shared)
-        views = self._lane.exchange([], incoming)
+        views = self._arrive(_SEND, parcel, incoming)
         if not self._lane.lands_anywhere:
             self._lane.unload([(outs[one.peer], view) for one, view in zip(incoming, views, strict=True)])
         self._lane.free_all(incoming)
 
     def give(self, parcel: int, pieces: Sequence[torch.Tensor]) -> None:
         """pieces[d] to rank d, which takes them by `reduce`; the one for this rank stays."""
-        self._lane.exchange(self._outgoing(_REDUCE, parcel, pieces), [])
+        self._leave(_REDUCE, parcel, self._outgoing(_REDUCE, parcel, pieces))
 
     def reduce(self, parcel: int, mine: torch.Tensor, combine: Combine) -> None:
         """`combine(parts)` with what ranks 0, 1, ... have for this rank (here: `mine`), unless it is nothing."""
         incoming = self._incoming(_REDUCE, parcel, [mine.numel()] * self._size, None)
-        arrived = self._lane.exchange([], incoming)
+        arrived = self._arrive(_REDUCE, parcel, incoming)
         if mine.numel() == 0:
             return
         parts = {self._rank: mine, **{one.peer: view for one, view in zip(incoming, arrived, strict=True)}}
         combine([parts[rank] for rank in range(self._size)])
         self._lane.free_all(incoming)
+
+    def _leave(self, kind: int, parcel: int, outgoing: Sequence[Outgoing]) -> None:
+        if self._rounds is not None:
+            self._rounds.keep((kind, parcel), outgoing)
+        else:
+            self._lane.exchange(outgoing, [])
+
+    def _arrive(self, kind: int, parcel: int, incoming: Sequence[Incoming]) -> list[torch.Tensor]:
+        if self._rounds is not None:
+            return self._rounds.move((kind, parcel), incoming)
+        return self._lane.exchange([], incoming)
 
     def _outgoing(self, kind: int, parcel: int, pieces: Sequence[torch.Tensor]) -> list[Outgoing]:
         ahead = [(self._rank + step) % self._size for step in range(1, self._size)]

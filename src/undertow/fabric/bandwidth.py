@@ -27,7 +27,7 @@ def measure(fabric: Fabric, name: str, nbytes: int) -> float:
         fabric.settle()
         group.barrier()
         began = time.perf_counter()
-        lane.exchange([Outgoing(right, source, buffer, 0, 0)], [Incoming(left, buffer, 0, nbytes, 0)])
+        lane.round([Outgoing(right, source, buffer, 0, 0)], [Incoming(left, buffer, 0, nbytes, 0)])
         lane.free(left, 0)
         lane.flush()
         fabric.settle()

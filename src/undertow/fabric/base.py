@@ -104,6 +104,7 @@ class Lane(ABC):
     name: str
     emulated = False
     lands_anywhere = False  # whether the receiver's own copy puts bytes in their place, any memory of its own
+    in_rounds = False  # whether messages move by `round`: what leaves and what comes at once, on all ranks in one order
     staged_chunk = 0  # where bytes are staged through host memory by copy engines: the most of one copy to one peer
 
     @abstractmethod
@@ -140,6 +141,14 @@ class Lane(ABC):
         for one in outgoing:
             self.send(one.peer, one.source, needed(one.buffer), one.start, one.slot)
         return [self.receive(one.peer, needed(one.buffer), one.start, one.count, one.slot) for one in incoming]
+
+    def round(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
+        """As `exchange`, where all ranks come together, each with whatever it has, in the same order."""
+        return self.exchange(outgoing, incoming)
+
+    def follow(self) -> Callable[[], None]:
+        """What orders the stream of whoever calls it behind all that the current one was given so far."""
+        return _pass
 
     def share(
         self, peers: Sequence[int], source: torch.Tensor, buffer: SymmetricBuffer | None, start: int, slot: int

@@ -182,7 +182,7 @@ class CudaFabric(Fabric):
 
         self.rest()
         if name == "net":
-            return NetLane(self.group, self.guard.watch)
+            return NetLane(self.group, self.guard.watch, apart=not self.shares_device)
         if name == "peer":
             return PeerLane(self)
         return StagedLane(self) if self._no_peers or self.shares_device else CopyLane(self)

@@ -5,6 +5,10 @@ posts the matching receive, a slot is a tag, and messages of one tag arrive in o
 lane's own, between GPUs through host memory: NCCL's sends block their stream until the other side receives, and two
 ranks that both send first would wait for each other for ever. There the host waits too, so it cannot be captured.
 
+Where all ranks come together (`round`), what leaves and what comes can be one operation of the backend, and no rank
+waits for another's order: so NCCL carries it, from memory to memory, in the order of the current stream, and the host
+goes on. That is for GPUs that no two ranks share; settings.NET says otherwise.
+
 Gloo moves the bytes of a message once both sides have named it, and `flush` waits for that. Ranks that flush before
 they receive say with `expect` what they are going to receive.
 """
@@ -20,7 +24,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, UndertowError
+from .. import settings
+from ..errors import InvalidArgument, StrategyUnavailable, UndertowError
 from . import timeline
 from .base import Incoming, Lane, Outgoing
 from .symmetric import SymmetricBuffer
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from .group import Group
 
 _FIRST_PART = 1 << 16  # tags below are the slots of the lane itself
+_CARRIERS = ("auto", "backend", "host")
 
 
 class NetLane(Lane):
@@ -38,8 +44,9 @@ class NetLane(Lane):
     name = "net"
     lands_anywhere = True
 
-    def __init__(self, group: Group, watch: Callable[[], None] | None = None) -> None:
-        """`watch`: called before the backend's collectives, which have no deadline that streams could keep."""
+    def __init__(self, group: Group, watch: Callable[[], None] | None = None, apart: bool = False) -> None:
+        """Made collectively. `watch`: called before the backend's collectives, which have no deadline that streams
+        could keep. `apart`: whether every rank has a GPU of its own."""
         self._group, self._watch = group, watch
         # A group of the backend "undertow" has its collectives from here: those of the backend behind it are meant.
         self._process_group: dist.ProcessGroup = getattr(group.process_group, "carrier", group.process_group)
@@ -51,9 +58,41 @@ class NetLane(Lane):
         self._next_part = itertools.count(_FIRST_PART, _FIRST_PART)
         if self._on_device:
             group.on_abort(self._abort)
+        self.in_rounds = self._moves_in_rounds(apart)
+        if self.in_rounds and self._on_device:
+            self._meet()
 
     def describe(self) -> str:
-        return f"torch.distributed ({self._process_group.name()})"
+        backend = self._process_group._get_backend(self._group.device).name()
+        if not self._on_device:
+            return f"torch.distributed ({backend})"
+        return f"torch.distributed ({backend}), messages {'by it' if self.in_rounds else 'through host memory'}"
+
+    def _moves_in_rounds(self, apart: bool) -> bool:
+        """Whether the backend itself carries rounds: the same on all ranks."""
+        at_once = self._process_group._get_backend(self._group.device).supports_coalescing
+        able = at_once or not self._on_device  # a CPU's messages block nobody
+        auto = self._on_device and apart and at_once
+        said = self._group.exchange([settings.NET.get(), able, auto], "who carries messages over net")
+        wanted = sorted({one for one, _, _ in said})
+        if len(wanted) > 1 or wanted[0] not in _CARRIERS:
+            must = f"{', '.join(_CARRIERS[:-1])} or {_CARRIERS[-1]}, the same on all ranks"
+            raise InvalidArgument(argument=settings.NET.name, was=", ".join(map(repr, wanted)), must=must)
+        if wanted[0] == "backend" and not all(able for _, able, _ in said):
+            reason = f"{self._process_group.name()} does not start messages both ways at once"
+            raise StrategyUnavailable(strategy=f"{settings.NET.name}=backend", reason=reason, possible="host")
+        return wanted[0] == "backend" or (wanted[0] == "auto" and all(auto for _, _, auto in said))
+
+    def _meet(self) -> None:
+        """A first round of everybody with everybody: backends connect then, which no stream may wait behind."""
+        size, rank = self._group.size, self._group.rank
+        words = torch.zeros(2, size, dtype=torch.int32, device=self._group.device)
+        peers = [(rank + step) % size for step in range(1, size)]
+        self.round(
+            [Outgoing(peer, words[0, peer : peer + 1], None, 0, 0) for peer in peers],
+            [Incoming(peer, None, 0, 1, 0, words[1, peer : peer + 1]) for peer in peers],
+        )
+        torch.cuda.current_stream(self._group.device).synchronize()
 
     def part(self) -> NetLane:
         """A lane over the same wire with slots and a `flush` of its own. All ranks ask for their parts in one order."""
@@ -107,6 +146,44 @@ class NetLane(Lane):
             if self._on_device:
                 view.copy_(host)
         return views
+
+    def round(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> list[torch.Tensor]:
+        if not self.in_rounds:
+            return self.exchange(outgoing, incoming)
+        views = [one.place() for one in incoming]
+        if self._watch is not None:
+            self._watch()
+        with self._group.connected("a round of messages"):
+            works = self._start_round(outgoing, incoming, views) if outgoing or incoming else []
+            if self._on_device:
+                for work in works:
+                    work.wait()  # orders the current stream after it; the host goes on
+        if not self._on_device:
+            for work in works:
+                self._finish(work, "a round of messages")
+        return views
+
+    def _start_round(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], views: Sequence[torch.Tensor]
+    ) -> list[dist.Work]:
+        backend, device = self._process_group, self._group.device
+        together = backend._get_backend(device).supports_coalescing
+        if together:
+            backend._start_coalescing(device)
+        works = []
+        for one, view in zip(incoming, views, strict=True):
+            self._check(one.peer)
+            works.append(backend.recv([_bytes(view)], one.peer, self._first_tag + one.slot))
+        for out in outgoing:
+            self._check(out.peer)
+            works.append(backend.send([_bytes(out.source)], out.peer, self._first_tag + out.slot))
+        return [backend._end_coalescing(device)] if together else works
+
+    def follow(self) -> Callable[[], None]:
+        if not self._on_device:
+            return super().follow()
+        here = torch.cuda.current_stream(self._group.device).record_event()
+        return lambda: torch.cuda.current_stream(self._group.device).wait_event(here)
 
     def free(self, peer: int, slot: int) -> None:
         """The receiver chose the place itself: nobody can overwrite it."""
