@@ -8,6 +8,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..fabric.group import Group
+from ..plan.plan import split
 
 OPERATIONS = ("sum", "avg", "max", "min")
 REDUCIBLE = (
@@ -47,6 +48,14 @@ def rows_of(name: str, rows: Sequence[int] | None, size: int, own: int, rank: in
     if len(counts) != size or min(counts) < 0 or counts[rank] != own:
         must = f"{size} numbers, the one of rank {rank} being {own}"
         raise InvalidArgument(argument=name, was=counts, must=must)
+    return counts
+
+
+def shares_of(name: str, rows: Sequence[int] | None, size: int, whole: int) -> list[int]:
+    """Rows of each rank of `whole`: those given, or as torch.tensor_split cuts them."""
+    counts = [stop - start for start, stop in split(whole, size)] if rows is None else [int(one) for one in rows]
+    if len(counts) != size or min(counts) < 0 or sum(counts) != whole:
+        raise InvalidArgument(argument=name, was=counts, must=f"{size} numbers of at least 0 that add up to {whole}")
     return counts
 
 

@@ -4,7 +4,7 @@
 |---|---|---|
 | all_reduce | [...] on every rank | the sum over ranks, in place unless `out` is given |
 | all_gather | [rows_r, ...] | [sum of rows_r, ...], shards in rank order |
-| reduce_scatter | [rows, ...] | the rank's shard of the sum; shards by torch.tensor_split |
+| reduce_scatter | [rows, ...] | the rank's shard of the sum; shards by `rows`, or by torch.tensor_split |
 | all_to_all | [sum over d of rows for d, ...] | [sum over s of rows from s, ...] |
 | broadcast | [...] | the root's, in place |
 | reduce | [...] | the sum on the root, None elsewhere |
@@ -30,7 +30,6 @@ from ..fabric.flight_writer import call_text
 from ..fabric.group import Group
 from ..fabric.placement import Placement
 from ..fabric.registry import as_group
-from ..plan.plan import split
 from . import repeated, tables
 from .arguments import (
     check_operation,
@@ -41,6 +40,7 @@ from .arguments import (
     output,
     row_width,
     rows_of,
+    shares_of,
     widened,
 )
 from .cpu_runtime import CpuExecutable
@@ -110,28 +110,30 @@ def reduce_scatter(
     tensor: torch.Tensor,
     *,
     out: torch.Tensor | None = None,
+    rows: Sequence[int] | None = None,
     op: str = "sum",
     group: AnyGroup = None,
     program: Program | None = None,
 ) -> torch.Tensor:
-    """out = this rank's rows of the sum (or other `op`) of every rank's `tensor`; rows by torch.tensor_split."""
-    if out is not None and tensor.dim() == 1 and repeated.again("reduce_scatter", group, program, op, tensor, out):
+    """out = this rank's rows of the sum (or other `op`) of every rank's `tensor`; `rows[r]` for rank r, or by
+    torch.tensor_split."""
+    plain = rows is None and tensor.dim() == 1
+    if out is not None and plain and repeated.again("reduce_scatter", group, program, op, tensor, out):
         return out.div_(as_group(group).size) if op == "avg" else out
     on = as_group(group)
     check_tensor("tensor", tensor, on, matrix=True)
     check_operation(op, tensor)
-    shards = split(tensor.shape[0], on.size)
-    start, stop = shards[on.rank]
+    counts = shares_of("rows", rows, on.size, tensor.shape[0])
     width = row_width(tensor)
-    result = output(out, tensor, (stop - start, *tensor.shape[1:]))
+    result = output(out, tensor, (counts[on.rank], *tensor.shape[1:]))
     given, total = (widened(tensor), widened(result)) if op == "avg" and is_narrow(tensor) else (tensor, result)
-    spans = [(end - begin) * width for begin, end in shards]
+    spans = [count * width for count in counts]
     _run("reduce_scatter", on, given, total, spans, op, program)
     if op == "avg":
         total.div_(on.size)
     if total is not result:
         return result.copy_(total)
-    if tensor.dim() == 1 and len(set(spans)) == 1:
+    if plain and len(set(spans)) == 1:
         _remember("reduce_scatter", group, program, op, tensor, on, spans)
     return result
 

@@ -19,7 +19,7 @@ of the following ranks, in the order of their arrival.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 
@@ -32,10 +32,11 @@ from ..plan.plan import Plan
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
 from . import gradients as _gradients  # noqa: F401 - registers them
-from .beside import Arriving
+from .beside import Taking
 from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish
+from .further import Biases, Outputs, Weights, several
 from .fused import run as run_fused
 from .library import all_gather_matmul as operator
 from .operands import check_factors, dtype_name, output
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
     from ..fabric.base import Fabric, Lane
 
+    AnyGroup = Group | dist.ProcessGroup | DeviceMesh | str | None
+
 OPERATOR = "all_gather_matmul"
 Rows = tuple[int, int]
 """First row of the gathered x, and how many."""
@@ -61,28 +64,67 @@ def reference(x_shards_m: Sequence[torch.Tensor], w_shards_n: Sequence[torch.Ten
     return [x @ w_shard_n for w_shard_n in w_shards_n]
 
 
+@overload
+def all_gather_matmul(
+    x: torch.Tensor, w: torch.Tensor, *, gathered: Literal[False] = ..., rows: Sequence[int] | None = ...,
+    bias: torch.Tensor | None = ..., activation: str = ..., group: AnyGroup = ..., strategy: str = ...,
+    plan: Plan | None = ..., out: torch.Tensor | None = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x: torch.Tensor, w: torch.Tensor, *, gathered: Literal[True], rows: Sequence[int] | None = ...,
+    bias: torch.Tensor | None = ..., activation: str = ..., group: AnyGroup = ..., strategy: str = ...,
+    plan: Plan | None = ..., out: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x: torch.Tensor, w: Sequence[torch.Tensor], *, gathered: Literal[False] = ..., rows: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ..., activation: str | Sequence[str] = ..., group: AnyGroup = ...,
+    strategy: str = ..., plan: Plan | None = ..., out: Sequence[torch.Tensor] | None = ...,
+) -> list[torch.Tensor]: ...  # fmt: skip
+@overload
+def all_gather_matmul(
+    x: torch.Tensor, w: Sequence[torch.Tensor], *, gathered: Literal[True], rows: Sequence[int] | None = ...,
+    bias: Sequence[torch.Tensor | None] | None = ..., activation: str | Sequence[str] = ..., group: AnyGroup = ...,
+    strategy: str = ..., plan: Plan | None = ..., out: Sequence[torch.Tensor] | None = ...,
+) -> tuple[list[torch.Tensor], torch.Tensor]: ...  # fmt: skip
+
+
 def all_gather_matmul(
     x: torch.Tensor,
-    w: torch.Tensor,
+    w: Weights,
     *,
+    gathered: bool = False,
     rows: Sequence[int] | None = None,
-    bias: torch.Tensor | None = None,
-    activation: str = "none",
-    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
+    bias: Biases = None,
+    activation: str | Sequence[str] = "none",
+    group: AnyGroup = None,
     strategy: str = "auto",
     plan: Plan | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+    out: Outputs = None,
+) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
     """x [M_r, K] of all ranks, gathered by rows, @ w [K, N_r] -> [M, N_r], then bias and activation.
 
-    `rows[r]`: rows of rank r where they differ; None: all ranks have as many.
+    `rows[r]`: rows of rank r where they differ; None: all ranks have as many. Several weights give a list, one gather
+    for all; `bias`, `activation` and `out` are then one for each. `gathered`: the rows of all ranks [M, K] as well.
+    Both must be the same on all ranks.
     """
-    x, w, bias = autocast(x, w, bias)
-    if differentiable(x, w, bias):
-        refuse_in_place(out=out)
-        y = operator(x, w, bias, rows, name_of(group), strategy, held(plan))
-        return finished(y, activation)
-    return call(x, w, rows, bias, activation, as_group(group), strategy, plan, out)
+    if isinstance(w, torch.Tensor) and not gathered:
+        for name, one in (("bias", bias), ("activation", activation), ("out", out)):
+            if not (one is None or isinstance(one, str | torch.Tensor)):
+                raise InvalidArgument(argument=name, was="several", must="one, as w is one weight")
+        assert isinstance(activation, str)
+        assert bias is None or isinstance(bias, torch.Tensor)
+        assert out is None or isinstance(out, torch.Tensor)
+        x, w, bias = autocast(x, w, bias)
+        if differentiable(x, w, bias):
+            refuse_in_place(out=out)
+            y = operator(x, w, bias, rows, name_of(group), strategy, held(plan))
+            return finished(y, activation)
+        return call(x, w, rows, bias, activation, as_group(group), strategy, plan, out)
+    found, whole = several(x, w, gathered, rows, bias, activation, group, strategy, plan, out)
+    result = found[0] if isinstance(w, torch.Tensor) else found
+    return result if whole is None else (result, whole)
 
 
 def call(
@@ -95,7 +137,7 @@ def call(
     strategy: str,
     plan: Plan | None,
     out: torch.Tensor | None = None,
-    arriving: Arriving | None = None,
+    arriving: Taking | None = None,
 ) -> torch.Tensor:
     """The operator without gradients. `arriving` takes part of every parcel of rows that has come."""
     check_factors(x, w, on)
@@ -109,13 +151,16 @@ def call(
         together=on.fabric.together,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    same_on_all = f"M {m} in {counts}, K {k}, {dtype_name(x)}"
+    same_on_all = f"M {m} in {counts}, K {k}, {dtype_name(x)}{'' if arriving is None else arriving.text}"
 
     def execute(chosen: Plan, lane: Lane) -> None:
         run(x, w, y, problem, chosen, Finish(bias, activation), on.fabric, lane, arriving)
 
-    stays = arriving is not None
-    request = Request(problem, on, shape, same_on_all, y, execute, lambda: x.new_zeros(m, k) @ w, stays=stays)
+    others = () if arriving is None else arriving.outputs
+    request = Request(
+        problem, on, shape, same_on_all, y, execute, lambda: x.new_zeros(m, k) @ w, stays=arriving is not None,
+        others=others,
+    )  # fmt: skip
     perform(request, strategy, plan)
     return y
 
@@ -140,7 +185,7 @@ def run(
     finish: Finish,
     fabric: Fabric,
     lane: Lane,
-    arriving: Arriving | None = None,
+    arriving: Taking | None = None,
 ) -> None:
     if plan.grain == "fused":
         run_fused(x, w, y, problem, plan, finish, fabric, lane, arriving=arriving)
@@ -165,7 +210,8 @@ def run(
         fabric.poisons_itself()
         return
     firsts = [sum(problem.shards[:source]) for source in range(size)]
-    gathered = x.new_empty(problem.m, k)
+    wanted = None if arriving is None else arriving.whole
+    gathered = x.new_empty(problem.m, k) if wanted is None else wanted
     gathered[firsts[rank] : firsts[rank] + x.shape[0]] = x
     shard = gathered[firsts[rank] : firsts[rank] + x.shape[0]]
     comes, goes, longest = _movements(problem, plan, rank, size)

@@ -37,7 +37,7 @@ from ..plan.problem import Problem
 from ..plan.tokens import Tokens
 from . import gradients as _gradients  # noqa: F401 - registers them
 from .all_gather_matmul import bring_and_multiply
-from .beside import Arriving
+from .beside import Taking
 from .choose import unmeasured
 from .differentiable import autocast, differentiable, finished, name_of, refuse_in_place
 from .explain import Explanation, remember
@@ -124,7 +124,7 @@ def call(
     on: Group,
     strategy: str,
     out: torch.Tensor | None = None,
-    arriving: Arriving | None = None,
+    arriving: Taking | None = None,
     keep: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The operator without gradients, and the rows that came, unless nobody wants to `keep` them.
@@ -173,7 +173,7 @@ def _run(
     finish: Finish,
     on: Group,
     lane: Lane,
-    arriving: Arriving | None,
+    arriving: Taking | None,
     keep: bool,
 ) -> None:
     if plan.grain == "fused":

@@ -4,8 +4,8 @@
 
 Two forms, by what moves in the backward pass:
 
-- `Arriving`: rows of dz (or of x) come from other ranks for a matmul that overlaps with it; each parcel that has come
-  is multiplied for the weight too, before the next is waited for.
+- `Arriving`, which is `Taking` them: rows of dz (or of x) come from other ranks for a matmul that overlaps with it;
+  each parcel that has come is multiplied for the weight too, before the next is waited for.
 - `Beside`: the rows that the weight's gradient needs are brought on a stream of their own while another matmul computes
   what leaves, and the weight's matmul runs while the last of that is still under way.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -34,11 +34,44 @@ _HALVES = (torch.float16, torch.bfloat16)
 _PARCELS = 4  # in which rows are gathered again: each needs room for one parcel only
 
 
+class Taking(Protocol):
+    """What takes part of all rows that a gather, or an exchange of rows, brings for another matmul."""
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """Where the rows are wanted, all of them; None: wherever they come."""
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        """Results that exist before the call, to be poisoned with its own."""
+
+    @property
+    def made(self) -> list[torch.Tensor]:
+        """What has been computed, to be poisoned where the rows were not right."""
+
+    @property
+    def text(self) -> str:
+        """What ranks must agree on, for comparing calls."""
+
+    def begin(self, z: torch.Tensor) -> None:
+        """z [M, N], whose rows are still to come. May be called again: then everything starts anew."""
+
+    def all_at_once(self, z: torch.Tensor) -> None:
+        """All rows of z are here, and are not read any more when this is over (CUDA: in the order of the stream)."""
+
+    def add(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Rows (first, count) of z are here."""
+
+
 class Arriving:
     """dw [K, N] = x [M, K]^T @ z [M, N] and the sum over rows of z, as rows of z arrive.
 
     16-bit sums are kept in fp32 between parcels, and rounded once more in the end.
     """
+
+    whole: torch.Tensor | None = None
+    outputs: tuple[torch.Tensor, ...] = ()
+    text = ""
 
     def __init__(self, x: torch.Tensor, w: torch.Tensor, blocks: Sequence[Block] = (), bias: bool = True) -> None:
         """`w` [K, N], or one for each expert; x may have fewer columns. `blocks`: which rows are whose. `bias`: whether
@@ -50,11 +83,9 @@ class Arriving:
         self._summed: torch.Tensor | None = None
 
     def begin(self, z: torch.Tensor) -> None:
-        """z [M, N], whose rows are still to come. May be called again: then everything starts anew."""
         self._z, self._total, self._summed = z, None, None
 
     def all_at_once(self, z: torch.Tensor) -> None:
-        """All rows of z are here, and are not read any more when this is over (CUDA: in the order of the stream)."""
         self.begin(z)
         self.add([(0, z.shape[0])])
         if self._wants_bias:
@@ -62,11 +93,9 @@ class Arriving:
 
     @property
     def made(self) -> list[torch.Tensor]:
-        """What has been computed, to be poisoned where the rows were not right."""
         return [one for one in (self._total, self._summed) if one is not None]
 
     def add(self, rows: Sequence[tuple[int, int]]) -> None:
-        """Rows (first, count) of z are here."""
         if list(rows) == [(0, self._z.shape[0])] and not self._experts:  # all at once: nothing is to be added up
             with timeline.event("weight gradient", engine="compute", rows=self._z.shape[0]):
                 self._total = (self._z.t() @ self._x).t() if self._turned else self._x.t() @ self._z

@@ -36,6 +36,7 @@ class Request:
     operator has; `lane`: the one of a strategy that names none. `unmeasured`: the choice for a strategy where the
     planner does not know the problem. `by_program`: whether the plan of a strategy may have a program move the
     parcels; equal on all ranks. `stays`: whether gathered rows are used behind the call, and need room of their own.
+    `others`: what the call gives beside `output`.
     """
 
     problem: Problem
@@ -52,6 +53,7 @@ class Request:
     unmeasured: Callable[[str], Choice] | None = None
     by_program: bool = False
     stays: bool = False
+    others: tuple[torch.Tensor, ...] = ()
 
     def execute(self, plan: Plan) -> None:
         """The whole call, as often as it is asked for. An aborted one leaves the output poisoned."""
@@ -65,7 +67,7 @@ class Request:
                 self.run_program(call)
             return
         lane = fabric.lane(plan.lane)  # before the guarded part: opening it is collective and slow
-        with fabric.guarded_call((self.output,)):
+        with fabric.guarded_call((self.output, *self.others)):
             self.run(plan, lane)
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..plan.plan import Plan
     from ..plan.problem import Problem
     from ..plan.tokens import Tokens
-    from .beside import Arriving, Beside
+    from .beside import Beside, Taking
     from .finish import Finish
 
 
@@ -63,7 +63,7 @@ def run(
     fabric: Fabric,
     lane: Lane,
     beside: Beside | None = None,
-    arriving: Arriving | None = None,
+    arriving: Taking | None = None,
     tokens: Tokens | None = None,
 ) -> None:
     """One call by the plan. `tokens`: the rows of an all_to_all."""
@@ -116,7 +116,7 @@ def arrive(
     plan: Plan,
     finish: Finish,
     fabric: Fabric,
-    arriving: Arriving | None,
+    arriving: Taking | None,
     keep: bool,
 ) -> None:
     """One all_to_all_matmul by the plan. `keep`: the rows that came are wanted in `received`."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..fabric.symmetric import SymmetricBuffer
     from ..plan.plan import Plan
     from ..plan.problem import Problem
-    from .beside import Arriving
+    from .beside import Taking
 
 _STAGES = object()  # name of what is kept with a fabric
 _HALVES = (torch.float16, torch.bfloat16)
@@ -129,7 +129,7 @@ def prepare(
     plan: Plan,
     finish: Finish,
     fabric: Fabric,
-    arriving: Arriving | None = None,
+    arriving: Taking | None = None,
 ) -> Callable[[], None]:
     """The whole call of any operator but all_to_all, with room made for it: what does it, once."""
     # What needs whole rows comes in the end, and bias and activation with it.
@@ -209,7 +209,7 @@ def _gather(
     plan: Plan,
     finish: Finish,
     fabric: Fabric,
-    arriving: Arriving | None,
+    arriving: Taking | None,
 ) -> Callable[[], None]:
     assert plan.tile is not None
     block_m, block_n = plan.tile

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..fabric.base import Fabric
     from ..plan.plan import Plan
     from ..plan.problem import Problem
-    from .beside import Arriving
+    from .beside import Taking
 
 _HOPPER = 9  # major number of its capability
 
@@ -44,7 +44,7 @@ def prepare(
     plan: Plan,
     finish: Finish,
     fabric: Fabric,
-    arriving: Arriving | None = None,
+    arriving: Taking | None = None,
 ) -> Callable[[], None]:
     """The whole call of any operator by one kernel, then a norm that may follow: what enqueues it, once."""
     assert isinstance(fabric, CudaFabric)

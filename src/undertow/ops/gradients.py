@@ -77,6 +77,15 @@ def _all_gather(ctx: Any, dz: Tensor) -> Gradients:
     return _only(ctx, (dx, dw, dz.sum(0) if needs[2] else None), 4)
 
 
+def _all_gather_whole(ctx: Any, dz: Tensor, dwhole: Tensor) -> Gradients:
+    x, w = ctx.saved_tensors
+    rows, group, strategy, plan = ctx.others
+    needs, strategy = ctx.needs_input_grad, _strategy(strategy, plan)
+    given = dz.contiguous(), dwhole.contiguous(), x, w, rows, list(needs[:2]), group, strategy
+    dx, dw = library.all_gather_matmul_whole_backward(*given)
+    return _only(ctx, (dx, dw, dz.sum(0) if needs[2] else None), 4)
+
+
 def _to_all(ctx: Any, dz: Tensor) -> Gradients:
     x, w = ctx.saved_tensors
     splits, group, strategy, plan = ctx.others
@@ -112,6 +121,7 @@ for _name, _backward in (
     ("replicated_matmul", _replicated),
     ("matmul_reduce_scatter", _reduce_scatter),
     ("all_gather_matmul", _all_gather),
+    ("all_gather_matmul_whole", _all_gather_whole),
     ("matmul_all_to_all", _to_all),
 ):
     torch.library.register_autograd(f"undertow::{_name}", _backward, setup_context=_setup_named)

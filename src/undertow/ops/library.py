@@ -120,6 +120,28 @@ def _all_gather_matmul_shape(
     return x.new_empty(x.shape[0] * on.size if rows is None else sum(rows), w.shape[1])
 
 
+@_operator("all_gather_matmul_whole")
+def all_gather_matmul_whole(
+    x: Tensor, w: Tensor, bias: Tensor | None, rows: Sequence[int] | None, group: str, strategy: str, plan: str
+) -> tuple[Tensor, Tensor]:
+    """The product, and the rows of all ranks."""
+    from . import further
+    from .differentiable import held_plan
+
+    on = named(group)
+    found, whole = further.call(x, [w], True, rows, [bias], ["none"], on, strategy, held_plan(plan), [None])
+    assert whole is not None
+    return found[0], whole
+
+
+@_shape_of("all_gather_matmul_whole")
+def _all_gather_matmul_whole_shape(
+    x: Tensor, w: Tensor, bias: Tensor | None, rows: Sequence[int] | None, group: str, strategy: str, plan: str
+) -> tuple[Tensor, Tensor]:
+    y = _all_gather_matmul_shape(x, w, bias, rows, group, strategy, plan)
+    return y, x.new_empty(y.shape[0], x.shape[1])
+
+
 @_operator("matmul_all_to_all")
 def matmul_all_to_all(
     x: Tensor, w: Tensor, bias: Tensor | None, splits: Sequence[int] | None, group: str, strategy: str, plan: str
@@ -227,6 +249,22 @@ def all_gather_matmul_backward(
     return home.call(dz, w.t(), counts, None, "none", None, None, on, strategy, None, **options), dw
 
 
+@_operator("all_gather_matmul_whole_backward")
+def all_gather_matmul_whole_backward(
+    dz: Tensor, dwhole: Tensor, x: Tensor, w: Tensor, rows: Sequence[int] | None, wanted: Sequence[bool], group: str,
+    strategy: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As that of the product alone; to dx is added what all ranks have for the rows of this one, dwhole [M, K]."""
+    from ..collective.operators import reduce_scatter
+    from .all_gather_matmul import row_counts
+
+    dx, dw = all_gather_matmul_backward(dz, x, w, rows, wanted, group, strategy)
+    if not wanted[0]:
+        return dx, dw
+    on = named(group)
+    return dx.add_(reduce_scatter(dwhole, rows=row_counts(rows, x.shape[0], on), group=on)), dw
+
+
 @_operator("matmul_all_to_all_backward")
 def matmul_all_to_all_backward(
     dz: Tensor, x: Tensor, w: Tensor, splits: Sequence[int] | None, wanted: Sequence[bool], group: str, strategy: str
@@ -270,6 +308,10 @@ def _fake_pair(dz: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Te
     return x.new_empty(x.shape if wanted[0] else 0), like_weight(w) if wanted[1] else w.new_empty(0)
 
 
+def _fake_whole_pair(dz: Tensor, dwhole: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return _fake_pair(dz, x, w, *rest)
+
+
 def _fake_triple(dz: Tensor, x: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     wanted = rest[-3]
     bias = (*w.shape[:-2], dz.shape[1])
@@ -287,6 +329,7 @@ def _fake_returned(
 
 replicated_matmul_backward.register_fake(_fake_pair)
 all_gather_matmul_backward.register_fake(_fake_pair)
+all_gather_matmul_whole_backward.register_fake(_fake_whole_pair)
 matmul_reduce_scatter_backward.register_fake(_fake_triple)
 matmul_all_to_all_backward.register_fake(_fake_triple)
 all_to_all_matmul_backward.register_fake(_fake_returned)

@@ -26,7 +26,7 @@ from .grouped import finish_of, weight_of
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
     from ..plan.plan import Plan
-    from .beside import Arriving
+    from .beside import Taking
 
 
 def exchange(
@@ -66,7 +66,7 @@ def arrive(
     plan: Plan,
     finish: Finish,
     fabric: Fabric,
-    arriving: Arriving | None,
+    arriving: Taking | None,
 ) -> Callable[[], None]:
     """all_to_all_matmul: rows go to `received`, and are multiplied band by band."""
     assert plan.tile is not None

@@ -25,7 +25,7 @@ from .fused_stage import Stage, load, stage_of
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
     from ..plan.plan import Plan
-    from .beside import Arriving
+    from .beside import Taking
 
 
 def exchange(
@@ -81,7 +81,7 @@ def arrive(
     plan: Plan,
     finish: Finish,
     fabric: Fabric,
-    arriving: Arriving | None,
+    arriving: Taking | None,
     keep: bool,
 ) -> Callable[[], None]:
     """all_to_all_matmul: what enqueues it, once. `keep`: the rows that came are wanted in `received`."""

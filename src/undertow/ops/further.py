@@ -1,0 +1,189 @@
+"""One gather, several products: y_i = activation_i(all ranks' rows of x @ w_i + bias_i), and the gathered rows.
+
+    reference:  whole = concatenation of all ranks' x;      y_i = activation_i(whole @ w_i + bias_i)
+
+The product with most columns is an `all_gather_matmul` like any other; rows are multiplied by the other weights as they
+come, or, where one kernel brings them all, behind it. Weights that are one in memory (`nn.ColumnParallelLinear`) are
+better: one product for all.
+
+With gradients the weights are put side by side, so that one sum of dx moves, beneath one product; what is given back as
+gathered rows sends its gradient to the rows' owners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from ..errors import InvalidArgument
+from ..fabric import timeline
+from ..fabric.group import Group
+from ..fabric.registry import as_group
+from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
+from .finish import Finish, check_finish
+from .library import all_gather_matmul, all_gather_matmul_whole
+from .operands import check_factors, is_transposed, output
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..plan.plan import Plan
+
+Weights = torch.Tensor | Sequence[torch.Tensor]
+Outputs = torch.Tensor | Sequence[torch.Tensor] | None
+Biases = torch.Tensor | Sequence[torch.Tensor | None] | None
+Each = TypeVar("Each")
+
+
+@dataclass(frozen=True)
+class Product:
+    """out [M, N] = finish(z [M, K] @ w [K, N])."""
+
+    w: torch.Tensor
+    out: torch.Tensor
+    finish: Finish
+
+
+class Further:
+    """Further products of the rows that a gather brings, and (`whole` [M, K]) the rows: `Taking` them."""
+
+    def __init__(self, products: Sequence[Product], whole: torch.Tensor | None) -> None:
+        self._products, self._whole = products, whole
+        self._z: torch.Tensor | None = None
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        return self._whole
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor, ...]:
+        return *(one.out for one in self._products), *([] if self._whole is None else [self._whole])
+
+    @property
+    def made(self) -> list[torch.Tensor]:
+        return list(self.outputs)
+
+    @property
+    def text(self) -> str:
+        kept = "" if self._whole is None else ", rows kept"
+        return f", {len(self._products)} further weights{kept}"
+
+    def begin(self, z: torch.Tensor) -> None:
+        self._z = z
+
+    def all_at_once(self, z: torch.Tensor) -> None:
+        self.begin(z)
+        self.add([(0, z.shape[0])])
+
+    def add(self, rows: Sequence[tuple[int, int]]) -> None:
+        assert self._z is not None
+        for first, count in rows:
+            here = slice(first, first + count)
+            if self._whole is not None and self._whole.data_ptr() != self._z.data_ptr():
+                self._whole[here] = self._z[here]
+            for one in self._products if count else ():
+                with timeline.event("matmul", engine="compute", rows=count, columns=one.w.shape[1]):
+                    torch.mm(self._z[here], one.w, out=one.out[here])
+                one.finish.apply(one.out[here])
+
+
+def several(
+    x: torch.Tensor,
+    w: Weights,
+    gathered: bool,
+    rows: Sequence[int] | None,
+    bias: Biases,
+    activation: str | Sequence[str],
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None,
+    strategy: str,
+    plan: Plan | None,
+    out: Outputs,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The result for each weight and, if asked for, the rows of all ranks [M, K]."""
+    given = [w] if isinstance(w, torch.Tensor) else list(w)
+    if not given:
+        raise InvalidArgument(argument="w", was="no weight", must="a weight, or several")
+    biases = _each("bias", [bias] if isinstance(bias, torch.Tensor) else bias, None, len(given))
+    usual = activation if isinstance(activation, str) else "none"
+    activations = _each("activation", None if isinstance(activation, str) else list(activation), usual, len(given))
+    cast = [autocast(x, one, its) for one, its in zip(given, biases, strict=True)]
+    x, weights, biases = cast[0][0], [one for _, one, _ in cast], [one for _, _, one in cast]
+    if differentiable(x, *weights, *biases):
+        refuse_in_place(out=out)
+        return _side_by_side(x, weights, gathered, rows, biases, activations, name_of(group), strategy, plan)
+    outs = _each("out", [out] if isinstance(out, torch.Tensor) else out, None, len(given))
+    return call(x, weights, gathered, rows, biases, activations, as_group(group), strategy, plan, outs)
+
+
+def call(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gathered: bool,
+    rows: Sequence[int] | None,
+    biases: Sequence[torch.Tensor | None],
+    activations: Sequence[str],
+    on: Group,
+    strategy: str,
+    plan: Plan | None,
+    outs: Sequence[torch.Tensor | None],
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """Without gradients. Which product overlaps is each rank's own affair, as its columns are."""
+    from .all_gather_matmul import call as gather_and_multiply
+    from .all_gather_matmul import row_counts
+
+    for one, its, activation in zip(weights, biases, activations, strict=True):
+        check_factors(x, one, on)
+        check_finish(its, activation, one.shape[1], x)
+    m = sum(row_counts(rows, x.shape[0], on))
+    widest = max(range(len(weights)), key=lambda index: weights[index].shape[1])
+    results = [output(place, (m, one.shape[1]), x, one) for place, one in zip(outs, weights, strict=True)]
+    others = [index for index in range(len(weights)) if index != widest]
+    products = [
+        Product(weights[index], results[index], Finish(biases[index], activations[index])) for index in others
+    ]  # fmt: skip
+    whole = x.new_empty(m, x.shape[1]) if gathered else None
+    gather_and_multiply(
+        x, weights[widest], rows, biases[widest], activations[widest], on, strategy, plan, results[widest],
+        Further(products, whole),
+    )  # fmt: skip
+    return results, whole
+
+
+def _side_by_side(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    gathered: bool,
+    rows: Sequence[int] | None,
+    biases: Sequence[torch.Tensor | None],
+    activations: Sequence[str],
+    group: str,
+    strategy: str,
+    plan: Plan | None,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """As one product, which autograd and tracers know."""
+    turned = all(is_transposed(one) for one in weights)
+    w = torch.cat([one.t() for one in weights]).t() if turned else torch.cat(list(weights), 1)
+    bias = None
+    if any(one is not None for one in biases):
+        zeros = [x.new_zeros(one.shape[1]) for one in weights]
+        bias = torch.cat([one if one is not None else none for one, none in zip(biases, zeros, strict=True)])
+    whole = None
+    if gathered:
+        y, whole = all_gather_matmul_whole(x, w, bias, rows, group, strategy, held(plan))
+    else:
+        y = all_gather_matmul(x, w, bias, rows, group, strategy, held(plan))
+    parts = torch.split(y, [one.shape[1] for one in weights], 1)
+    return [finished(part, activation) for part, activation in zip(parts, activations, strict=True)], whole
+
+
+def _each(name: str, given: Sequence[Each] | None, usual: Each, count: int) -> list[Each]:
+    """One for each weight."""
+    if given is None:
+        return [usual] * count
+    if len(given) != count:
+        raise InvalidArgument(argument=name, was=f"{len(given)} of them", must=f"one for each of {count} weights")
+    return list(given)
