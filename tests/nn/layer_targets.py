@@ -77,6 +77,41 @@ def several_weights() -> bool:
     return True
 
 
+def attention(sequence_parallel: bool) -> bool:
+    """Three groups of two heads of queries and one of keys and values, over ranks that they do not divide by."""
+    group = _same()
+    hidden, heads, kv_heads, width, length = 10, 6, 3, 4, 5
+    plain = torch.nn.Linear(hidden, (heads + 2 * kv_heads) * width), torch.nn.Linear(heads * width, hidden)
+    options = {"bias": True, "out_bias": True, "sequence_parallel": sequence_parallel, "strategy": STRATEGY}
+    block = ut.nn.AttentionProjections(hidden, heads, kv_heads, width, **options)  # type: ignore[arg-type]
+    block.qkv.load_state_dict(plain[0].state_dict())
+    block.out.load_state_dict(plain[1].state_dict())
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.permute(1, 2, 0, 3) for one in (q, k, v))  # [batch, heads, length, width]
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.permute(2, 0, 1, 3)
+
+    x = torch.randn(length, 2, hidden)
+    whole = x.clone().requires_grad_()
+    sizes = [heads * width, kv_heads * width, kv_heads * width]
+    parts = [one.unflatten(-1, (-1, width)) for one in torch.split(plain[0](whole), sizes, -1)]
+    want = plain[1](attend(*parts).flatten(-2))
+    weight = torch.randn_like(want)
+    (want * weight).sum().backward()
+    rows = [len(one) for one in x.tensor_split(group.size)]
+    mine = (lambda full: full.tensor_split(group.size)[group.rank]) if sequence_parallel else (lambda full: full)
+    part = mine(x).clone().requires_grad_()
+    got = block(part, attend, rows if sequence_parallel else None)
+    torch.testing.assert_close(got, mine(want.detach()), **CLOSE)
+    (got * mine(weight)).sum().backward()
+    torch.testing.assert_close(part.grad, mine(whole.grad), **CLOSE)
+    for layer, linear in ((block.qkv, plain[0]), (block.out, plain[1])):
+        cut = layer.cuts["weight"]
+        torch.testing.assert_close(layer.weight.grad, cut.take(linear.weight.grad, group.rank), **CLOSE)
+    return True
+
+
 def mlp(sequence_parallel: bool, gated: bool) -> bool:
     group = _same()
     block = ut.nn.TensorParallelMLP(6, 10, gated=gated, sequence_parallel=sequence_parallel, strategy=STRATEGY)
@@ -244,6 +279,22 @@ def refusals() -> dict[str, str]:
         except UndertowError as error:
             found[name] = str(error)
     return found
+
+
+def attention_refusals() -> list[str]:
+    _same()
+    said = []
+    for given in ((8, 3, 2), (9, 4, None), (8, 4, 1)):
+        try:
+            ut.nn.AttentionProjections(*given)
+            said.append("nothing")
+        except UndertowError as error:
+            said.append(str(error))
+    try:
+        ut.nn.AttentionProjections(8, 4)(torch.ones(3, 8), lambda q, k, v: q.flatten(-2))
+    except UndertowError as error:
+        said.append(str(error))
+    return said
 
 
 def no_symmetric_memory() -> str:

@@ -22,6 +22,22 @@ def test_feed_forward(sequence_parallel: bool, gated: bool) -> None:
     assert all(ut.launch(targets.mlp, 2, device="cpu", args=(sequence_parallel, gated)))
 
 
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_attention(ranks: int, sequence_parallel: bool) -> None:
+    assert all(ut.launch(targets.attention, ranks, device="cpu", args=(sequence_parallel,)))
+
+
+def test_what_attention_refuses() -> None:
+    for said in ut.launch(targets.attention_refusals, 2, device="cpu"):
+        assert said == [
+            "kv_heads is 2, but must be one that 3 heads of queries share evenly.",
+            "hidden_size is 9, but must be a multiple of 4 heads.",
+            "kv_heads is 1, but must be at least 2, one for each rank; use fewer ranks.",
+            "attend is one that gives [3, 4], but must be [3, 2, 2].",
+        ]
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_experts(ranks: int) -> None:
     assert all(ut.launch(targets.experts, ranks, device="cpu"))

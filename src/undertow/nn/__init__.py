@@ -2,6 +2,7 @@
 
 from ..ops.embedding_gradients import RowOptimizer
 from ..plan.placement import Table
+from .attention import AttentionProjections
 from .checkpoint import full_state_dict
 from .embedding import ShardedEmbeddingBag
 from .experts import ExpertParallelMLP
@@ -12,6 +13,7 @@ from .sharded import Sharded
 
 __all__ = [
     "TRANSFORMER",
+    "AttentionProjections",
     "Column",
     "ColumnParallelLinear",
     "ExpertParallelMLP",
