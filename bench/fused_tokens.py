@@ -79,11 +79,12 @@ def _kept(rows: list[list[int]]) -> Tokens:
     return Tokens.of([[rows[rank] if rank == to else nobody for to in range(len(rows))] for rank in range(len(rows))])
 
 
-def _plan(bench: Bench, tokens: Tokens, n: int, k: int, inner: int | None) -> Plan:
+def _plan(bench: Bench, tokens: Tokens, n: int, k: int, mirrored: bool = False) -> Plan:
     problem = Problem.for_splits(
-        tokens.matrix, n, k, dtype="bfloat16", device="cuda", multiprocessors=bench.sms, bulk=bench.fabric.bulk_copies
+        tokens.matrix, n, k, dtype="bfloat16", device="cuda", multiprocessors=bench.sms, bulk=bench.fabric.bulk_copies,
+        experts=tokens.experts, mirrored=mirrored,
     )  # fmt: skip
-    return tokens_plan(problem, "peer", tokens.usual_rows, inner)
+    return tokens_plan(problem, "peer", tokens.usual_rows)
 
 
 def _by_expert(blocks: tuple[Block, ...], experts: int) -> list[int]:
@@ -137,7 +138,7 @@ def leave(bench: Bench, m: int, k: int, n: int) -> Made:
     x, w = _factors(bench, tokens, rank, k, n)
     y, out = torch.empty(len(x), n, device=bench.device, dtype=BF16), torch.empty_like(want)
     plan, alone = (
-        _plan(bench, tokens, n, k, None),
+        _plan(bench, tokens, n, k),
         _kept([_by_expert(tokens.leaving(one), tokens.experts) for one in range(size)]),
     )
     fused = _kernels().exchange
@@ -189,7 +190,7 @@ def arrive(bench: Bench, m: int, k: int, n: int) -> Made:
     for one in arriving:
         torch.mm(whole[one.row : one.row + one.rows], w[one.expert], out=want[one.row : one.row + one.rows])
     plan, alone = (
-        _plan(bench, tokens.back, k, n, k),
+        _plan(bench, tokens.back, k, n, mirrored=True),
         _kept([_by_expert(tokens.arriving(one), tokens.experts) for one in range(size)]),
     )
     fused = _kernels().arrive

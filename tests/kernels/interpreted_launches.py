@@ -65,9 +65,9 @@ def test_rows_that_arrive_as_it_is_launched(n: int, transposed: bool, bulk: bool
     ws = [made(2, k, n, seed=9 + rank) for rank in range(2)]
     ws = [w.mT.contiguous().mT if transposed else w for w in ws]
     problem = Problem.for_splits(
-        tokens.back.matrix, k, n, dtype="float16", device="cuda", multiprocessors=CTAS, bulk=bulk
+        tokens.back.matrix, k, n, dtype="float16", device="cuda", multiprocessors=CTAS, bulk=bulk, mirrored=True
     )  # fmt: skip
-    plan = tokens_plan(problem, "peer", 1, k)
+    plan = tokens_plan(problem, "peer", 1)
     rows = [sum(row[rank] for row in tokens.matrix) for rank in range(2)]
     for _ in range(2):
         outs, kept = [poisoned(count, n) for count in rows], [poisoned(count, k) for count in rows]

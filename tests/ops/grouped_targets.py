@@ -191,15 +191,6 @@ def refusals() -> list[str]:
     return said
 
 
-def explained() -> tuple[str, str]:
-    group = ut.init()
-    x, w = torch.ones(group.size * 2, 3), torch.ones(2, 3, 5)
-    ut.matmul_all_to_all(x, w, group_sizes=[[1, 1]] * group.size, group=group)
-    told = ut.explain()
-    assert told is not None
-    return told.plan.name, told.choice.reason
-
-
 def compiled() -> bool:
     """As one graph: there and back through torch.compile, gradients too, and torch's own check of the operators."""
     from undertow.ops import library

@@ -56,12 +56,6 @@ def test_what_is_wrong_is_said_in_one_sentence() -> None:
         assert ". " not in said
 
 
-def test_auto_says_that_nothing_is_measured() -> None:
-    for name, reason in ut.launch(targets.explained, 2, device="cpu"):
-        assert name == "chunked:peer"
-        assert reason == "Nothing is measured for grouped weights: rows move while others are multiplied."
-
-
 @pytest.mark.nightly
 def test_grouped_weights_are_compiled_as_one_graph() -> None:
     assert ut.launch(targets.compiled, 2, device="cpu", deadline=60) == [True, True]

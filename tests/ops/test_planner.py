@@ -207,11 +207,21 @@ class Bench:
         self.now += 1e-3
 
     def request(self, rows: int) -> Request:
-        problem = Problem.of(
-            "matmul_all_reduce", rows, 256, 256, dtype="float32", ranks=2, device="cpu", multiprocessors=1
+        return self.of(
+            Problem.of("matmul_all_reduce", rows, 256, 256, dtype="float32", ranks=2, device="cpu", multiprocessors=1)
         )
+
+    def of(self, problem: Problem, **options: Any) -> Request:
         output = torch.empty(0)
-        return Request(problem, self.group, "x, w", f"M {rows}", output, self.run, self.matmul)  # type: ignore[arg-type]
+        return Request(problem, self.group, "x, w", f"M {problem.m}", output, self.run, self.matmul, **options)  # type: ignore[arg-type]
+
+    def tokens(self, splits: list[list[int]], experts: int, mirrored: bool, **options: Any) -> Request:
+        return self.of(
+            Problem.for_splits(
+                splits, 256, 256, dtype="float32", device="cpu", multiprocessors=1, experts=experts, mirrored=mirrored
+            ),
+            **options,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -228,6 +238,38 @@ def test_auto_never_picks_what_is_slower_than_serial(seed: int, monkeypatch: pyt
     assert tuning.auto(bench.request(512)) is choice  # known: nothing runs
     assert len(bench.ran) == before
     assert choice.gemm_seconds == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("experts", "mirrored"), [(4, False), (1, True), (4, True)])
+@pytest.mark.parametrize("seed", range(4))
+def test_auto_never_picks_what_is_slower_than_serial_for_tokens(
+    seed: int, experts: int, mirrored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, forgotten = Bench(monkeypatch, seed), list[int]()
+    kind = {"experts": experts, "mirrored": mirrored}
+    request = bench.tokens([[300, 150], [0, 7]], **kind, forget=lambda: forgotten.append(len(bench.ran)))
+    choice = tuning.auto(request)
+    tried = {plan.digest: bench.truth(plan) for plan in bench.ran}
+    assert bench.truth(choice.plan) <= 2e-3
+    if min(tried.values()) < 2e-3 * (1 - 2 * TIE):
+        assert bench.truth(choice.plan) == min(tried.values())
+    assert bench.now <= BUDGET_SECONDS
+    grains = {plan.grain for plan in bench.ran}
+    assert grains == ({"serial", "chunked"} if mirrored else {"serial", "chunked", "signaled"})
+    assert len(forgotten) == len(bench.ran) - len(tried), "maps are made anew for each call but the first of a plan"
+    before = len(bench.ran)
+    for splits in ([[0, 0], [0, 257]], [[256, 256], [512, 0]]):  # the same class of problems
+        assert tuning.auto(bench.tokens(splits, **kind)) is choice
+    assert len(bench.ran) == before
+    for other in (
+        bench.tokens([[300, 150], [0, 7]], experts=experts + 1, mirrored=mirrored),
+        bench.tokens([[300, 213], [0, 7]], **kind),
+        bench.tokens([[0, 0], [0, 0]], **kind),
+        bench.tokens([[300, 150], [0, 7]], experts=experts, mirrored=not mirrored),
+    ):
+        assert tuning.auto(other) is not choice
+        assert len(bench.ran) > before
+        before = len(bench.ran)
 
 
 def test_what_cannot_run_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

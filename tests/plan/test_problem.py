@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -51,6 +52,27 @@ def test_token_counts_of_one_size_share_a_plan() -> None:
 
     assert key(300, 0, 1, 2) == key(100, 100, 100, 212)
     assert key(256, 0, 0, 0) != key(257, 0, 0, 0)
+
+
+def test_experts_and_the_mirror_image_are_problems_of_their_own() -> None:
+    def problem(experts: int = 1, mirrored: bool = False, rows: int = 300, n: int = 8) -> Problem:
+        return Problem.for_splits(
+            [[rows, 0], [0, 5]], n, 16, dtype="float32", device="cpu", multiprocessors=2, experts=experts,
+            mirrored=mirrored,
+        )  # fmt: skip
+
+    assert problem().key == "matmul_all_to_all-upto512x8x16-float32-2ranks-cpu2-e3b0c442"
+    mirrored = problem(experts=4, mirrored=True)
+    assert mirrored.key == "all_to_all_matmul-upto512x16x8-4experts-float32-2ranks-cpu2-e3b0c442"
+    assert (mirrored.name, mirrored.sizes, mirrored.operator) == ("all_to_all_matmul", (16, 8), "matmul_all_to_all")
+    assert problem(4, True, rows=512).key == mirrored.key == problem(4, True, rows=257).key
+    others = [problem(experts, one) for experts in (1, 2, 4) for one in (False, True)]
+    others += [problem(4, True, rows) for rows in (0, 256, 513)] + [problem(n=16), problem(mirrored=True, n=16)]
+    assert len({one.key for one in others}) == len(others)
+    with pytest.raises(InvalidArgument, match="which has a mirror image"):
+        dataclasses.replace(Problem.of("all_gather_matmul", 8, 8, 8, **COMMON), mirrored=True)
+    with pytest.raises(InvalidArgument, match="experts is 0, but must be at least 1"):
+        problem(experts=0)
 
 
 @pytest.mark.parametrize(

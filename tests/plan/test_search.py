@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from undertow.errors import InvalidArgument
 from undertow.plan import flash_overlap, pipeline
 from undertow.plan.defaults import default_plan
 from undertow.plan.interference import Effect, Interference
@@ -32,6 +33,7 @@ from undertow.plan.search import (
     wave_cuts,
 )
 from undertow.plan.staged import Engines
+from undertow.plan.tiles import chunks
 
 
 def end_of(grouping: Grouping, ends: tuple[int, ...]) -> float:
@@ -267,3 +269,37 @@ def test_one_launch_moves_what_is_summed_over_peer_memory(
     assert not default_plan(problem, "signaled", lane).program
     if device == "cuda":
         assert not any(one.program for one in candidates(problem, machines.machine(), ("peer",)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("experts", "mirrored"), [(1, False), (8, False), (1, True), (8, True)])
+def test_plans_of_tokens_fit_other_counts_of_their_class(device: str, experts: int, mirrored: bool) -> None:
+    def problem(splits: list[list[int]], n: int = 512) -> Problem:
+        return Problem.for_splits(
+            splits, n, 256, dtype="bfloat16", device=device, multiprocessors=32, experts=experts, mirrored=mirrored
+        )
+
+    machine = machines.machine() if device == "cuda" else machines.machine(machines.TWO_CORES)
+    lanes = list(machine.lanes)
+    first = problem([[900, 0, 100, 7], [0, 0, 0, 0], [1, 2, 3, 4], [0, 0, 0, 5]])
+    plans = candidates(first, machine, lanes)
+    fused_here = device == "cuda"
+    wanted = {"serial", "chunked"} | ({"fused"} if fused_here else set()) | (set() if mirrored else {"signaled"})
+    assert {plan.grain for plan in plans} == wanted
+    tiles = {plan.tile for plan in plans if plan.grain == "fused"}
+    assert len(tiles) == (0 if not fused_here else 1 if experts == 1 and not mirrored else 2)
+    for splits in ([[256] * 4] * 4, [[0] * 4] * 3 + [[0, 0, 0, 513]], [[700, 0, 0, 0]] * 4):
+        other = problem(splits)
+        assert other.key == first.key
+        for plan in plans:
+            plan.check(other)
+            if plan.grain in ("serial", "chunked"):  # every row once, whatever the counts
+                counts = [[count for _, count in parcel] for parcel in chunks(splits[3], plan)]
+                assert [sum(one) for one in zip(*counts, strict=True)] == splits[3]
+    nothing = candidates(problem([[0] * 4] * 4), machine, lanes)
+    assert {plan.grain for plan in nothing} <= {"serial", "fused"}
+    odd = {plan.grain for plan in candidates(problem([[300] * 4] * 4, n=500), machine, lanes)}
+    assert ("fused" in odd) == (fused_here and not mirrored), "rows of K elements are brought 16 bytes at a time"
+    if mirrored:
+        with pytest.raises(InvalidArgument, match="serial, chunked or fused, as rows of all_to_all_matmul"):
+            default_plan(first, "signaled", "dma").check(first)

@@ -179,9 +179,10 @@ def test_segments_cut_rows_where_experts_change(seed: int) -> None:
 
 
 def test_a_plan_fits_the_gpu_and_the_blocks() -> None:
-    def problem(n: int, bulk: bool, ranks: int = 4) -> Problem:
+    def problem(n: int, bulk: bool, ranks: int = 4, mirrored: bool = False) -> Problem:
         return Problem.for_splits(
-            [[200] * ranks] * ranks, n, 64, dtype="bfloat16", device="cuda", multiprocessors=32, bulk=bulk
+            [[200] * ranks] * ranks, n, 64, dtype="bfloat16", device="cuda", multiprocessors=32, bulk=bulk,
+            mirrored=mirrored,
         )  # fmt: skip
 
     assert tokens_plan(problem(512, True), "peer", 200).tile == (128, 256)
@@ -190,7 +191,7 @@ def test_a_plan_fits_the_gpu_and_the_blocks() -> None:
     assert tokens_plan(problem(512, False), "peer", 200).tile == (128, 128)
     assert tokens_plan(problem(512, False, 8), "peer", 200).tile == (64, 128)
     assert fused_tile(problem(512, True), 64) == (64, 256)
-    wide = tokens_plan(problem(65536, True), "peer", 200, 65536)
+    wide = tokens_plan(problem(65536, True, mirrored=True), "peer", 200)
     assert fused.parts(wide, 65536) <= fused.LINE
     for bulk in (True, False):
         asked = problem(512, bulk)

@@ -9,8 +9,9 @@ by rank; weights are grouped, one for each expert of a rank, and there is one ca
     all_to_all_matmul    tokens of all ranks for this rank's experts arrive, and are multiplied as they do
     matmul_all_to_all    what the experts made of them leaves for the ranks they came from as it is made
 
-`strategy` is that of the second; the first, which has fewer grains, is `chunked` where that is signaled. How many
-tokens go where is told once for each call. That number is data, so this layer is no one graph of a compiler.
+`strategy` is that of the second; the first, which has fewer grains, is `chunked` where that is signaled; with `auto`
+each is measured. How many tokens go where is told once for each call. That number is data, so this layer is no one
+graph of a compiler.
 Gradients of experts are complete, since all their tokens came to them; the router is held by every rank and sees only
 its own tokens, as any layer under data parallelism, and wants the same treatment (DDP, or a sum over the group).
 """

@@ -17,9 +17,6 @@ puts rows where they are for, band by band, and multiplies each band that has co
 
     communication   | parcel 0 | parcel 1 | parcel 2 | ...
     compute                    | rows of 0 | rows of 1 | ...
-
-Nothing is measured: `auto` is `chunked` over `peer` where all ranks stand on one node, else over `net`, and `serial`
-where a rank is alone.
 """
 
 from __future__ import annotations
@@ -38,12 +35,11 @@ from ..plan.tokens import Tokens
 from . import gradients as _gradients  # noqa: F401 - registers them
 from .all_gather_matmul import bring_and_multiply
 from .beside import Taking
-from .choose import unmeasured
+from .choose import Request, near, perform
 from .differentiable import autocast, differentiable, finished, name_of, refuse_in_place
-from .explain import Explanation, remember
 from .finish import Finish, check_finish
 from .fused import arrive
-from .grouped import GroupSizes, Splits, tokens_of
+from .grouped import GroupSizes, Splits, multiplied_alone, tokens_of
 from .library import all_to_all_matmul as operator
 from .matmul_all_to_all import flat_splits, row_pieces, told
 from .operands import check_factors, dtype_name, output
@@ -57,7 +53,6 @@ if TYPE_CHECKING:
     from ..fabric.base import Lane
     from ..plan.plan import Plan
 
-OPERATOR = "all_to_all_matmul"
 GRAINS = ("serial", "chunked", "fused")
 
 
@@ -136,19 +131,23 @@ def call(
     check_finish(bias, activation, n, x, experts)
     received = x.new_empty(sum(row[on.rank] for row in tokens.matrix), k)
     y = output(out, (received.shape[0], n), x, w)
-    # Planned as its mirror image, which sends as many bytes and multiplies as much.
-    mirrored = Problem.for_splits(
+    problem = Problem.for_splits(
         tokens.back.matrix, k, n, dtype=dtype_name(x), device=x.device.type,
-        multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies,
+        multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies, experts=tokens.experts, mirrored=True,
     )  # fmt: skip
-    choice = unmeasured(mirrored, on, strategy, GRAINS, tokens.usual_rows, k, "this operator")
-    plan = choice.plan
-    with on.call(OPERATOR, f"{told(tokens)}, K {k}, {dtype_name(x)}", f"{plan.name} {plan.digest}") as number:
-        lane = on.fabric.lane(plan.lane)
-        with on.fabric.guarded_call((y,)):
-            _run(x, w, received, y, tokens, plan, Finish(bias, activation), on, lane, arriving, keep)
-        shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-        remember(Explanation(OPERATOR, shape, on.name, number, strategy, choice))
+    shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
+
+    def execute(plan: Plan, lane: Lane) -> None:
+        _run(x, w, received, y, tokens, plan, Finish(bias, activation), on, lane, arriving, keep)
+
+    def multiply() -> torch.Tensor:
+        return multiplied_alone(torch.zeros_like(received), w, tokens.arriving(on.rank))
+
+    request = Request(
+        problem, on, shape, f"{told(tokens)}, K {k}, {dtype_name(x)}", y, execute, multiply, grains=GRAINS,
+        lane=near(on), block_rows=tokens.usual_rows,
+    )  # fmt: skip
+    perform(request, strategy, None)
     return y, received
 
 

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 GRAINS = ("serial", "chunked", "signaled", "fused")
 
 
+def _nothing() -> None:
+    """All that a call makes and keeps is of its problem."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One call before its plan is known.
@@ -33,8 +37,9 @@ class Request:
     the whole call with a plan over a lane and leaves the result in `output`; `matmul` only multiplies, to be timed.
     `run_program` does the whole call where a collective program moves the parcels. `changed`: tensors of the caller
     that a call reads and then overwrites, so that a second call would give another result. `grains`: those that the
-    operator has; `lane`: the one of a strategy that names none. `unmeasured`: the choice for a strategy where the
-    planner does not know the problem. `by_program`: whether the plan of a strategy may have a program move the
+    operator has; `lane`: the one of a strategy that names none. `block_rows`: where tokens change ranks, of a block of
+    them, for fused plans that are named. `forget`: before a call is measured, what is made anew where counts of tokens
+    change from call to call. `by_program`: whether the plan of a strategy may have a program move the
     parcels; equal on all ranks. `stays`: whether gathered rows are used behind the call, and need room of their own.
     `others`: what the call gives beside `output`.
     """
@@ -50,7 +55,8 @@ class Request:
     changed: tuple[torch.Tensor, ...] = ()
     grains: tuple[str, ...] = GRAINS
     lane: str = "net"
-    unmeasured: Callable[[str], Choice] | None = None
+    block_rows: int | None = None
+    forget: Callable[[], None] = _nothing
     by_program: bool = False
     stays: bool = False
     others: tuple[torch.Tensor, ...] = ()
@@ -73,7 +79,7 @@ class Request:
 
 def perform(request: Request, strategy: str, plan: Plan | None, program: Program | None = None) -> None:
     """Choose a plan, run it once as a call of the group, and remember why."""
-    group, operator = request.group, request.problem.operator
+    group, operator = request.group, request.problem.name
     if program is not None or (plan is not None and plan.program):
         _perform_program(request, strategy, plan, program)
         return
@@ -108,8 +114,6 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         if plan.grain == "fused" and problem.operator != EMBEDDING:
             refuse_fused(plan.name, problem, plan.lane, request.group)
         return Choice(plan, "The plan was given.")
-    if request.unmeasured is not None:
-        return request.unmeasured(strategy)
     if strategy == "auto":
         from .tuning import auto
 
@@ -118,36 +122,22 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
     grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
     if grain == "fused" and problem.operator != EMBEDDING:
         refuse_fused(strategy, problem, lane, request.group)
-    made = default_plan(problem, grain, lane, request.by_program)
+    if grain == "fused" and request.block_rows is not None:
+        made = tokens_plan(problem, lane, request.block_rows)
+    else:
+        made = default_plan(problem, grain, lane, request.by_program)
     made.check(problem)
     return Choice(made, "The strategy was given.")
 
 
-def unmeasured(
-    problem: Problem, group: Group, strategy: str, grains: tuple[str, ...], rows: int, inner: int | None, what: str
-) -> Choice:
-    """The choice where the planner measures nothing: for `what`, in blocks of about so many rows.
-
-    `auto` is `chunked` over `peer` where all ranks stand on one node, else over `net`; alone, `serial`. `inner`: where
-    rows are multiplied after they arrived, their elements.
-    """
-    lanes = group.fabric.lanes()
-    near = "net" if lanes["peer"] else "peer"
-    if strategy == "auto":
-        grain = "chunked" if group.size > 1 else "serial"
-        reason = f"Nothing is measured for {what}: rows move while others are multiplied."
-        return Choice(default_plan(problem, grain, near), reason)
-    grain, lane = parse_strategy(strategy, grains, lanes, near)
-    if grain != "fused":
-        return Choice(default_plan(problem, grain, lane), "The strategy was given.")
-    no_bands = fused.why_not_bands(inner) if inner is not None and problem.device == "cuda" else ""
-    refuse_fused(strategy, problem, lane, group, no_bands)
-    return Choice(tokens_plan(problem, lane, rows, inner), "The strategy was given.")
+def near(group: Group) -> str:
+    """The lane of rows that change ranks where a strategy names none: `peer` where all ranks stand on one node."""
+    return "net" if group.fabric.lanes()["peer"] else "peer"
 
 
-def refuse_fused(strategy: str, problem: Problem, lane: str, group: Group, reason: str = "") -> None:
+def refuse_fused(strategy: str, problem: Problem, lane: str, group: Group) -> None:
     """Refuse, by one sentence, a fused call that no kernel can do. Nothing else runs in its place."""
-    reason = fused.why_not(problem, lane) or reason or unavailable(group)
+    reason = fused.why_not(problem, lane) or unavailable(group)
     if reason:
         lanes = group.fabric.lanes()
         there = [one for one in ("peer", "dma", "net") if not lanes[one]]

@@ -60,6 +60,13 @@ def multiply_rows(
             finish_of(finish, expert).apply(part)
 
 
+def multiplied_alone(x: torch.Tensor, w: torch.Tensor, blocks: Sequence[Block]) -> torch.Tensor:
+    """x @ w and nothing else, for measurements."""
+    y = x.new_empty(x.shape[0], w.shape[-1])
+    multiply_rows(x, w, y, blocks, 0, x.shape[0], None)
+    return y
+
+
 def multiplied_by_expert(x: torch.Tensor, dz: torch.Tensor, dw: torch.Tensor, blocks: Sequence[Block]) -> None:
     """dw [experts, K, N]: of each expert the sum over its rows, x^T @ dz; 16-bit sums of several blocks in fp32."""
     wide = torch.float32 if dw.element_size() == 2 else dw.dtype

@@ -33,12 +33,11 @@ from ..plan.tiles import chunks
 from ..plan.tokens import Tokens
 from . import gradients as _gradients  # noqa: F401 - registers them
 from .beside import Beside
-from .choose import GRAINS, Request, perform, unmeasured
+from .choose import Request, near, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
-from .explain import Choice
 from .finish import Finish, check_finish
 from .fused import run as run_fused
-from .grouped import GroupSizes, Splits, flattened, tokens_of
+from .grouped import GroupSizes, Splits, flattened, multiplied_alone, tokens_of
 from .library import matmul_all_to_all as operator
 from .operands import check_factors, dtype_name, output
 from .overlap import overlap
@@ -131,7 +130,7 @@ def call(
     y = output(out, (sum(row[on.rank] for row in matrix), n), x, w)
     shared = Problem.for_splits(
         matrix, n, x.shape[1], dtype=dtype_name(x), device=x.device.type, multiprocessors=on.fabric.multiprocessors,
-        bulk=on.fabric.bulk_copies,
+        bulk=on.fabric.bulk_copies, experts=tokens.experts,
     )  # fmt: skip
     mine = replace(shared, m=x.shape[0], shards=tuple(matrix[on.rank]))
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
@@ -139,13 +138,12 @@ def call(
     def execute(chosen: Plan, lane: Lane) -> None:
         run(x, w, y, tokens, mine, chosen, Finish(bias, activation), on.fabric, lane, beside=beside)
 
-    def planned(asked: str) -> Choice:
-        return unmeasured(shared, on, asked, GRAINS, tokens.usual_rows, None, "grouped weights")
+    def multiply() -> torch.Tensor:
+        return multiplied_alone(x, w, tokens.leaving(on.rank))
 
-    request = Request(
-        shared, on, shape, f"{told(tokens)}, N {n}, {dtype_name(x)}", y, execute, lambda: x @ w,
-        unmeasured=None if experts is None else planned,
-    )  # fmt: skip
+    request = Request(shared, on, shape, f"{told(tokens)}, N {n}, {dtype_name(x)}", y, execute, multiply)
+    if experts is not None:
+        request = replace(request, lane=near(on), block_rows=tokens.usual_rows, forget=reorder.forget)
     perform(request, strategy, plan)
     return y
 

@@ -29,7 +29,7 @@ from ..plan import cache, tuner, ways
 from ..plan.defaults import default_plan
 from ..plan.fused import stage_bytes
 from ..plan.matmuls import matmul_seconds
-from ..plan.plan import EMBEDDING
+from ..plan.plan import EMBEDDING, TOKENS
 from ..plan.predict import predict
 from ..plan.search import ranked
 from ..plan.tuner import BUDGET_SECONDS, Decision, Trial
@@ -87,13 +87,14 @@ class Known:
 
 
 def _key(problem: Problem) -> Key:
-    """Splits of an all_to_all change from call to call: there the rows count by their power of two, none for itself.
+    """Counts of an all_to_all change from call to call: there the most rows of a rank count by their power of two, none
+    for itself. All ranks know these of all.
 
     What may differ between ranks (K; of all_gather_matmul N) counts by a factor of two, with bounds that shares of one
     number never fall to both sides of but by rare chance: ranks must agree on what is known.
     """
     rows: Key = (problem.m, problem.shards)
-    if problem.operator == "matmul_all_to_all":
+    if problem.operator == TOKENS:
         rows = (max(0, problem.m - 1).bit_length(), problem.m == 0)
     n, k = problem.n, problem.k
     if problem.operator == EMBEDDING:
@@ -102,7 +103,7 @@ def _key(problem: Problem) -> Key:
         n = _octave(n)
     else:
         k = _octave(k)
-    return problem.operator, rows, n, k, problem.dtype
+    return problem.name, rows, n, k, problem.experts, problem.dtype
 
 
 def _octave(size: int) -> int:
@@ -129,7 +130,7 @@ def auto(request: Request) -> Choice:
     if where:
         reason = f"Nothing is known of this problem and nothing can be measured {where}, so serial runs."
         return _noted(session, Choice(_serial(problem, group), reason))
-    with group.call(problem.operator, request.same_on_all, f"auto, choice {known.made + 1}"):
+    with group.call(problem.name, request.same_on_all, f"auto, choice {known.made + 1}"):
         choice = _decide(request, session)
         known.add(problem, choice)
     return _noted(session, choice)
@@ -200,8 +201,9 @@ def _shared(problem: Problem, group: Group) -> Problem:
 
 
 def _sizes_text(problem: Problem, sizes: list[Any]) -> str:
-    m, shards, n, k, _ = sizes
-    return f"{problem.operator}(M {m} in shards {shards}, N {n}, K {k}, {problem.dtype})"
+    m, shards, *both, _ = sizes
+    n, k = reversed(both) if problem.mirrored else both
+    return f"{problem.name}(M {m} in shards {shards}, N {n}, K {k}, {problem.dtype})"
 
 
 def _versions(group: Group) -> dict[str, str]:
@@ -348,6 +350,7 @@ class _Timer:
     def measure(self, plan: Plan) -> float:
         seconds = math.inf
         if plan not in self._refused:
+            self._request.forget()
             seconds = seconds_of(lambda: self._request.execute(plan), self._group.device)
         return self._group.reduce_max([seconds])[0]
 

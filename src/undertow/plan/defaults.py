@@ -215,16 +215,24 @@ def fused_tile(problem: Problem, rows: int) -> tuple[int, int]:
     return small if rows <= small[0] or crowded or unaligned else large
 
 
-def tokens_plan(problem: Problem, lane: str, rows: int, inner: int | None = None) -> Plan:
-    """A fused plan for rows that change ranks, in blocks of about so many rows for one rank and expert.
-
-    `inner`: where rows are multiplied after they arrived, their elements.
-    """
+def tokens_plan(problem: Problem, lane: str, rows: int) -> Plan:
+    """A fused plan for rows that change ranks, in blocks of about so many rows for one rank and expert."""
     plan = fused_plan(problem, lane)
     if problem.device == "cpu":
         return plan
     plan = replace(plan, tile=fused_tile(problem, rows))
-    return plan if inner is None else replace(plan, piece=fused.piece_of(inner))
+    return replace(plan, piece=fused.piece_of(problem.n)) if problem.mirrored else plan
+
+
+def token_forms(problem: Problem, lane: str) -> list[Plan]:
+    """The fused plans that are worth trying for rows that change ranks: by the tile for blocks of even size; and,
+    where these are of several experts or arrive, by the other one, as blocks are as uneven as the data."""
+    usual = problem.m // (problem.ranks * problem.experts)
+    if problem.experts == 1 and not problem.mirrored:
+        return [fused_plan(problem, lane)]
+    large, small, *_ = fused.gpu_tiles(problem)
+    found = [tokens_plan(problem, lane, rows) for rows in (usual, small[0], large[0])]
+    return list(dict.fromkeys(found))
 
 
 def _usual_bands(problem: Problem, block_m: int) -> int:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .plan import split
+from .plan import TOKENS, split
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -55,7 +55,7 @@ def form(problem: Problem, plan: Plan) -> str:
     """Which of the forms a fused plan for this problem is."""
     if problem.operator == "all_gather_matmul":
         return GATHER
-    if problem.operator == "matmul_all_to_all":
+    if problem.operator == TOKENS:
         return EXCHANGE
     if problem.operator != "matmul_all_reduce":
         return SCATTER
@@ -85,7 +85,7 @@ def own_last(problem: Problem) -> bool:
     that change ranks they do in each group of bands."""
     if problem.operator == "all_gather_matmul":
         return False
-    return problem.device == "cpu" or problem.operator == "matmul_all_to_all"
+    return problem.device == "cpu" or problem.operator == TOKENS
 
 
 def why_not(problem: Problem, lane: str) -> str:
@@ -100,8 +100,8 @@ def why_not(problem: Problem, lane: str) -> str:
         (problem.ranks > MOST_RANKS, f"the fused kernels know {MOST_RANKS} ranks, not {problem.ranks}"),
     )
     found = next((reason for bad, reason in reasons if bad), "")
-    if found or problem.operator == "matmul_all_to_all":  # any number of rows and columns, and none
-        return found
+    if found or problem.operator == TOKENS:  # any number of rows, and none; of columns where none are brought
+        return found or (why_not_bands(problem.n) if problem.mirrored else "")
     others = (
         (not gathers and problem.n % 8 != 0, f"N is {problem.n}, not a multiple of 8"),
         (gathers and why_not_bands(problem.k) != "", why_not_bands(problem.k)),
@@ -167,7 +167,7 @@ def stage_elements(problem: Problem, plan: Plan, stays: bool = False) -> int:
         return -(-problem.m * problem.k // 2)
     if problem.operator == "all_gather_matmul":
         return (max(problem.shards) if plan.pull else problem.m) * problem.k
-    if problem.operator == "matmul_all_to_all":  # as if the rank that sends most received most: who calls knows
+    if problem.operator == TOKENS:  # as if the rank that sends most received most: who calls knows
         return problem.m * problem.n
     if form(problem, plan) == DECODE:  # a packet holds two columns
         return problem.ranks * plan.split * problem.m * (problem.n // 2)

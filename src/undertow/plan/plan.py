@@ -27,6 +27,8 @@ OPERATORS = {
     "all_gather_matmul": "rotated",
 }
 """The order of tiles in each operator's signaled plans; `tiles.py` says what they are."""
+TOKENS = "matmul_all_to_all"
+"""The operator whose rows change from call to call. Parcels of its plans are fractions."""
 EMBEDDING, SLICES = "embedding_all_to_all", "slices"
 """The operator that has no product, and the order of its plans; `bags.py` says what it is."""
 ORDERS = (*OPERATORS.values(), SLICES)
@@ -207,9 +209,12 @@ class Plan:
             self._check_fused(problem)
             return
         if self.grain in ("serial", "chunked"):
-            any_rows = problem.operator == "matmul_all_to_all" and self.extent > 0  # fractions
+            any_rows = problem.operator == TOKENS and self.extent > 0  # fractions
             self.check_rows(self.extent if any_rows else problem.m)
             return
+        if problem.mirrored:
+            must = "serial, chunked or fused, as rows of all_to_all_matmul are multiplied when they came"
+            raise InvalidArgument(argument="plan", was=self.name, must=must)
         if self.tile is None:
             return
         if self.order != problem.order:

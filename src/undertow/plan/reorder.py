@@ -203,6 +203,12 @@ def arrivals(grid: TileGrid, plan: Plan, rank: int) -> tuple[Arrival, ...]:
     return tuple(found)
 
 
+def forget() -> None:
+    """What was made for some counts of tokens serves no others: a call that is measured must make it, too."""
+    for kept in (tile_table, parcel_tiles, pieces, received_pieces):
+        kept.cache_clear()
+
+
 # -- the meaning, as plain loops ---------------------------------------------------------------------------------------
 
 

@@ -28,10 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import brought, climb, flash_overlap, fused, pipeline
-from .defaults import BESIDE_CTAS, default_plan, few_row_forms, fused_plan, gather_forms, scatter_forms
+from .defaults import BESIDE_CTAS, default_plan, few_row_forms, fused_plan, gather_forms, scatter_forms, token_forms
 from .matmuls import LIBRARY_TILE, matmul_seconds, tile_seconds, workers_of
 from .pipeline import Step, advance
-from .plan import EMBEDDING, Plan, Share, split
+from .plan import EMBEDDING, TOKENS, Plan, Share, split
 from .predict import Prediction, Staging, collective_seconds, is_staged, predict, signal_seconds
 from .tiles import TileGrid
 
@@ -102,6 +102,8 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     for parts in _CHUNKS:
         if problem.m >= parts:
             found[f"chunks of {parts}"] = Plan("chunked", lane, split(problem.m, parts))
+    if problem.mirrored:  # nothing is signaled where rows are multiplied when they came
+        return found
     if problem.operator == "all_gather_matmul":
         return found | _gathering(problem, lane)
     frame = _best_frame(problem, machine, lane)
@@ -122,6 +124,8 @@ def fused_plans(problem: Problem) -> list[Plan]:
     found = [first]
     if problem.operator == "all_gather_matmul":
         found += _gathers(problem)
+    elif problem.operator == TOKENS:
+        found = token_forms(problem, "peer")
     elif problem.operator == "matmul_reduce_scatter":
         found += scatter_forms(problem, "peer").values()
     elif fused.form(problem, first) in fused.OF_FEW_ROWS and first.tile is not None:
