@@ -65,6 +65,18 @@ def test_a_plan_is_made_shown_and_removed(folder: Path) -> None:
     assert json.loads(call("show", "--json", folder=folder).stdout) == []
 
 
+def test_plans_for_tokens(folder: Path) -> None:
+    common = ("--device", "cpu", "--ranks", "2", "--seconds", "0.1")
+    said = call("tune", "all_to_all_matmul", *SHAPE, *common, folder=folder).stdout
+    assert said.startswith("all_to_all_matmul, x [64, 32], w [32, 48], float32, 2 ranks\n")
+    said = call("tune", "matmul_all_to_all", *SHAPE, "--experts", "3", *common, folder=folder).stdout
+    assert said.startswith("matmul_all_to_all, x [64, 32], w [3, 32, 48], float32, 2 ranks\n")
+    found = json.loads(call("show", "--json", folder=folder).stdout)
+    assert [one["problem"].split("-float32")[0] for one in found] == [
+        "all_to_all_matmul-upto64x48x32", "matmul_all_to_all-upto64x48x32-3experts",
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -75,6 +87,7 @@ def test_a_plan_is_made_shown_and_removed(folder: Path) -> None:
         ("tune", "matmul_all_reduce", "--m", "4", "--n", "4"),
         ("tune", "matmul_all_reduce", "--m", "0", "--n", "4", "--k", "4"),
         ("tune", "matmul_all_reduce", *SHAPE, "--dtype", "int8"),
+        ("tune", "matmul_all_reduce", *SHAPE, "--experts", "2"),
     ],
 )
 def test_misuse_exits_2(arguments: tuple[str, ...], folder: Path) -> None:

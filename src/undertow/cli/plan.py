@@ -20,6 +20,7 @@ class Operator(StrEnum):
     matmul_reduce_scatter = "matmul_reduce_scatter"
     all_gather_matmul = "all_gather_matmul"
     matmul_all_to_all = "matmul_all_to_all"
+    all_to_all_matmul = "all_to_all_matmul"
 
 
 class Type(StrEnum):
@@ -72,8 +73,13 @@ def tune_plan(
     ranks: RanksOption = None,
     device: DeviceOption = Device.auto,
     seconds: Annotated[float, typer.Option(min=0.01, help="How long to measure.")] = 2.0,
+    experts: Annotated[int, typer.Option(min=1, help="Weights of each rank, of rows that change ranks.")] = 1,
 ) -> None:
     """Measure one problem with patience and keep the plan for later calls."""
+    if experts > 1 and operator not in (Operator.matmul_all_to_all, Operator.all_to_all_matmul):
+        raise typer.BadParameter(
+            f"must be 1 for {operator.value}, whose rows all have one weight", param_hint="experts"
+        )
     from ..fabric.launch import launch
     from ..fabric.local_ranks import default_ranks
     from ..plan import cache
@@ -81,7 +87,7 @@ def tune_plan(
     from ..report.tables import show
 
     chosen = default_ranks(device.value) if ranks is None else ranks
-    arguments = (operator.value, m, n, k, dtype.value, seconds)
+    arguments = (operator.value, m, n, k, dtype.value, seconds, experts)
     found = launch(tune_rank, chosen, device.value, args=arguments)[0]
     show(render_choice(found, f"{operator.value}, {found.shape}, {chosen} ranks"))
     for line in str(found.choice).splitlines():

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from ..fabric.registry import init
 from ..ops.all_gather_matmul import all_gather_matmul
+from ..ops.all_to_all_matmul import all_to_all_matmul
 from ..ops.explain import Explanation, explain, milliseconds
 from ..ops.matmul_all_reduce import matmul_all_reduce
 from ..ops.matmul_all_to_all import matmul_all_to_all
@@ -21,19 +22,27 @@ from ..plan.cache import Entry
 from ..plan.plan import split
 from .tables import MISSING
 
-_OPERATORS = {
-    one.__name__: one for one in (matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul, matmul_all_to_all)
+_OPERATORS: dict[str, Any] = {
+    one.__name__: one
+    for one in (matmul_all_reduce, matmul_reduce_scatter, all_gather_matmul, matmul_all_to_all, all_to_all_matmul)
 }
 
 
-def tune_rank(operator: str, m: int, n: int, k: int, dtype: str, budget_seconds: float) -> Explanation:
-    """One rank's part in `undertow plan tune`: m, n and k as in `plan.problem`."""
+def tune_rank(
+    operator: str, m: int, n: int, k: int, dtype: str, budget_seconds: float, experts: int = 1
+) -> Explanation:
+    """One rank's part in `undertow plan tune`: m, n and k as in `plan.problem`. `experts`: a rank's weights, of tokens
+    that are cut evenly over those of all."""
     group = init()
     rows = [stop - start for start, stop in split(m, group.size)]
     options: dict[str, Any] = {"rows": rows} if operator == "all_gather_matmul" else {}
     mine = rows[group.rank] if operator == "all_gather_matmul" else m
-    kind = getattr(torch, dtype)
-    x, w = torch.ones(mine, k, dtype=kind, device=group.device), torch.ones(k, n, dtype=kind, device=group.device)
+    place: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": group.device}
+    x, w = torch.ones(mine, k, **place), torch.ones(k, n, **place)
+    if experts > 1:
+        counts = [stop - start for start, stop in split(m, group.size * experts)]
+        sizes = [counts[rank * experts : (rank + 1) * experts] for rank in range(group.size)]
+        options, w = {"group_sizes": [sizes] * group.size}, torch.ones(experts, k, n, **place)
     tune(_OPERATORS[operator], x, w, budget_seconds=budget_seconds, **options)
     found = explain()
     assert found is not None
