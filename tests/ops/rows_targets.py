@@ -1,0 +1,82 @@
+"""Rank functions for rows_all_reduce: against its reference over the weights of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+import undertow as ut
+from undertow.ops.rows_all_reduce import Tensors, reference, rows_all_reduce
+
+LANES = ("net", "peer", "dma")
+
+
+def _gated(rows: Tensors, weights: Tensors) -> torch.Tensor:
+    """Two matmuls with something between them, which needs whole rows of two arguments, and one that has no slope."""
+    (x, share, sign), (up, down) = rows, weights
+    return (torch.relu(x @ up) * share[:, :1]) @ down * sign[:, None]
+
+
+def _arguments(m: int, ranks: int, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+    """Small integers, whose products add up exactly; the last rank has other inner sizes than the first."""
+    chance = torch.Generator().manual_seed(m)
+
+    def whole(*shape: int) -> torch.Tensor:
+        return torch.randint(-1, 2, shape, generator=chance).to(dtype)
+
+    sign = 1 - 2 * (torch.arange(m) % 2)
+    return [whole(m, 5), whole(m, 2), sign], [[whole(5, 3 + rank), whole(3 + rank, 7)] for rank in range(ranks)]
+
+
+def exact(ms: Sequence[int]) -> bool:
+    """Bit for bit, and gradients too, however many rows there are and whatever moves them."""
+    group = ut.init()
+    for m in ms:
+        rows, weights = _arguments(m, group.size, torch.float64)
+        for one in (*rows[:2], *[weight for mine in weights for weight in mine]):
+            one.requires_grad_()
+        want = reference(_gated, rows, weights)
+        slope = torch.arange(want.numel(), dtype=want.dtype).view_as(want) % 3
+        leaves = [*rows[:2], *weights[group.rank]]
+        slopes = torch.autograd.grad(want, leaves, slope, allow_unused=True)
+        for strategy in ("auto", *(f"{grain}:{lane}" for grain in ("serial", "chunked") for lane in LANES)):
+            options = {"strategy": strategy, "least": 2}
+            with torch.no_grad():
+                assert torch.equal(rows_all_reduce(_gated, rows, weights[group.rank], 7, **options), want)  # type: ignore[arg-type]
+            got = rows_all_reduce(_gated, rows, weights[group.rank], 7, **options)  # type: ignore[arg-type]
+            assert torch.equal(got, want)
+            found = torch.autograd.grad(got, leaves, slope)
+            for one, other in zip(found, slopes, strict=True):
+                assert torch.equal(one, torch.zeros_like(one) if other is None else other), (m, strategy)
+    return True
+
+
+def parts(m: int, least: int) -> tuple[str, int]:
+    """What `auto` makes of so many rows."""
+    group = ut.init()
+    rows, weights = _arguments(m, group.size, torch.float32)
+    rows_all_reduce(_gated, rows, weights[group.rank], 7, least=least)
+    plan = ut.explain().plan
+    return plan.name, len(plan.parcels)
+
+
+def some_wanted() -> bool:
+    """Gradients of the weights alone; of 16-bit weights over several parts, rounded once; not twice."""
+    group = ut.init()
+    rows, weights = _arguments(9, group.size, torch.bfloat16)
+    mine = [one.requires_grad_() for one in weights[group.rank]]
+    y = rows_all_reduce(_gated, rows, mine, 7, strategy="chunked")
+    y.sum().backward(retain_graph=True)
+    want = torch.autograd.grad(
+        _gated([rows[0].double(), rows[1].double(), rows[2]], [one.double() for one in mine]).sum(), mine
+    )
+    assert all(torch.equal(one.grad, other) for one, other in zip(mine, want, strict=True))  # type: ignore[arg-type]
+    try:
+        y.sum().backward()
+    except ut.UndertowError as error:
+        return (
+            str(error)
+            == "retain_graph is True, but must be False: rows_all_reduce keeps nothing behind a backward pass."
+        )
+    return False
