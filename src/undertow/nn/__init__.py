@@ -7,7 +7,8 @@ from .embedding import ShardedEmbeddingBag
 from .experts import ExpertParallelMLP
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import TensorParallelMLP
-from .parallelize import TRANSFORMER, Column, Row, Shared, parallelize
+from .parallel_experts import TensorParallelExperts
+from .parallelize import TRANSFORMER, Column, Experts, Row, Shared, parallelize
 from .sharded import Sharded
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Column",
     "ColumnParallelLinear",
     "ExpertParallelMLP",
+    "Experts",
     "Row",
     "RowOptimizer",
     "RowParallelLinear",
@@ -22,6 +24,7 @@ __all__ = [
     "ShardedEmbeddingBag",
     "Shared",
     "Table",
+    "TensorParallelExperts",
     "TensorParallelMLP",
     "full_state_dict",
     "parallelize",

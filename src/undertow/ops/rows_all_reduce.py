@@ -21,7 +21,8 @@ The sum for the first of `rows` moves part by part beneath the gradients of the 
 are narrow (the weights of routing), follow as one collective each.
 
 Every part reads all weights again, so `auto`, which measures nothing here, makes parts of at least `least` rows, and
-where there are not two of them it is `serial`; over `peer` where all ranks stand on one node, else over `net`.
+where there are not two of them it is `serial`; over `peer` where all ranks stand on one node, else over `net`. Traced
+by a compiler, `compute` is part of its graph, and one collective sums what it gives; nothing is hidden then.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ import torch
 from ..collective.operators import all_reduce
 from ..errors import InvalidArgument
 from ..fabric import timeline
-from ..fabric.registry import as_group
+from ..fabric.registry import as_group, named
 from ..plan.defaults import default_plan, rows_plan
 from ..plan.plan import Plan, parse_strategy
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
 from . import matmul_all_reduce
+from .differentiable import name_of
 from .explain import Choice, Explanation, remember
 from .finish import Finish
 from .operands import check_dtype, dtype_name
@@ -85,6 +87,11 @@ def rows_all_reduce(
 
     With gradients, `compute` is differentiated by autograd, and every rank must want those of the same rows.
     """
+    if torch.compiler.is_compiling():
+        name = name_of(group)
+        held = [_held_by_all(one, name) if one.is_floating_point() else one for one in rows]
+        total: torch.Tensor = _sum(compute(held, weights), name)
+        return total
     on = as_group(group)
     check_dtype("rows[0]", rows[0].dtype)
     y = rows[0].new_empty(rows[0].shape[0], columns)
@@ -257,3 +264,33 @@ class _Total:
     @property
     def sum(self) -> torch.Tensor:
         return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
+
+
+# -- while a compiler traces -------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("undertow::sum_over_ranks", mutates_args=())
+def _sum(y: torch.Tensor, group: str) -> torch.Tensor:
+    """Of every rank's y; every rank gets it, and so its gradient."""
+    total = y.clone(memory_format=torch.contiguous_format)
+    return all_reduce(total, group=named(group))
+
+
+@torch.library.custom_op("undertow::held_by_all", mutates_args=())
+def _held_by_all(x: torch.Tensor, group: str) -> torch.Tensor:
+    """x, the same on all ranks, whose gradient is the sum of what each rank made of it."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _like(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+_sum.register_fake(_like)
+_sum.register_autograd(lambda ctx, dy: (dy, None))
+_held_by_all.register_fake(_like)
+_held_by_all.register_autograd(lambda ctx, dy: (_sum(dy, ctx.group), None), setup_context=_setup)
