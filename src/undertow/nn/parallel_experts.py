@@ -105,7 +105,7 @@ def _unlike(experts: torch.nn.Module) -> Iterator[str]:
     fits = len(gate_up) == len(down) == 3 and gate_up == [down[0], 2 * down[2], down[1]]
     if set(held) != set(NAMES) or not fits:
         yield f"{type(experts).__name__} with " + (
-            ", ".join(f"{name} {shape}" for name, shape in held.items()) or "none"
+            ", ".join(f"{name} {shape}" for name, shape in held.items()) or "no tensors"
         )
     if not getattr(experts, "is_concatenated", True):
         yield f"{type(experts).__name__} with gates and ups in turn"

@@ -121,7 +121,7 @@ def _choice(y: torch.Tensor, on: Group, strategy: str, least: int) -> Choice:
         return Choice(default_plan(problem, *parse_strategy(strategy, GRAINS, lanes, near)), "The strategy was given.")
     plan = rows_plan(problem, near, least) if on.size > 1 else default_plan(problem, "serial", near)
     plan = dataclasses.replace(plan, deterministic=torch.are_deterministic_algorithms_enabled())
-    reason = f"Nothing is measured for this operator: parts have at least {least} rows, or there is one."
+    reason = f"Nothing is measured for this operator: rows are cut where each part has at least {least} of them."
     return Choice(plan, reason)
 
 
