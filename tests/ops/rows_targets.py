@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import undertow as ut
 from undertow.ops.rows_all_reduce import Tensors, reference, rows_all_reduce
@@ -62,21 +63,44 @@ def parts(m: int, least: int) -> tuple[str, int]:
 
 
 def some_wanted() -> bool:
-    """Gradients of the weights alone; of 16-bit weights over several parts, rounded once; not twice."""
+    """Gradients of the weights alone; of 16-bit weights over several parts, rounded once; as often as torch lets."""
     group = ut.init()
     rows, weights = _arguments(9, group.size, torch.bfloat16)
     mine = [one.requires_grad_() for one in weights[group.rank]]
+    wide = [[one.detach().double().requires_grad_() for one in mine], [rows[0].double(), rows[1].double(), rows[2]]]
+    want = torch.autograd.grad(_gated(wide[1], wide[0]).sum(), wide[0])
     y = rows_all_reduce(_gated, rows, mine, 7, strategy="chunked")
-    y.sum().backward(retain_graph=True)
-    want = torch.autograd.grad(
-        _gated([rows[0].double(), rows[1].double(), rows[2]], [one.double() for one in mine]).sum(), mine
-    )
-    assert all(torch.equal(one.grad, other) for one, other in zip(mine, want, strict=True))  # type: ignore[arg-type]
+    for last in (False, True):
+        found = torch.autograd.grad(y.sum(), mine, retain_graph=not last)
+        assert all(torch.equal(one, other.bfloat16()) for one, other in zip(found, want, strict=True))
     try:
-        y.sum().backward()
-    except ut.UndertowError as error:
-        return (
-            str(error)
-            == "retain_graph is True, but must be False: rows_all_reduce keeps nothing behind a backward pass."
-        )
+        torch.autograd.grad(y.sum(), mine)
+    except RuntimeError as error:
+        return "second time" in str(error)
     return False
+
+
+def checkpointed() -> bool:
+    """Activation checkpointing of both kinds: the same gradients, and nothing is kept that it would drop."""
+    group = ut.init()
+    rows, weights = _arguments(12, group.size, torch.float64)
+    leaves = [one.requires_grad_() for one in (*rows[:2], *weights[group.rank])]
+
+    def block(*given: torch.Tensor) -> torch.Tensor:
+        y = rows_all_reduce(_gated, given[:3], given[3:], 7, strategy="chunked")
+        return torch.sin(y)
+
+    arguments, found = (*rows, *weights[group.rank]), []
+    for reentrant in (None, False, True):
+        kept: list[torch.Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one, kept=kept: kept.append(one) or one, lambda one: one):  # type: ignore[misc]
+            y = block(*arguments) if reentrant is None else checkpoint(block, *arguments, use_reentrant=reentrant)
+        assert reentrant is None or len(kept) <= len(arguments), [tuple(one.shape) for one in kept]
+        found.append(torch.autograd.grad(y.sum(), leaves) if not reentrant else _accumulated(y, leaves))
+    return all(torch.equal(one, first) for other in found for one, first in zip(other, found[0], strict=True))
+
+
+def _accumulated(y: torch.Tensor, leaves: Tensors) -> list[torch.Tensor | None]:
+    """The reentrant kind of checkpointing wants `backward`."""
+    y.sum().backward()
+    return [one.grad for one in leaves]

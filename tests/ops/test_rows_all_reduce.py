@@ -20,5 +20,9 @@ def test_auto_makes_parts_where_they_are_long_enough(m: int, least: int, want: t
     assert ut.launch(targets.parts, 2, device="cpu", args=(m, least)) == [want, want]
 
 
-def test_some_gradients_once() -> None:
+def test_some_gradients() -> None:
     assert all(ut.launch(targets.some_wanted, 2, device="cpu"))
+
+
+def test_checkpointing() -> None:
+    assert all(ut.launch(targets.checkpointed, 2, device="cpu"))

@@ -32,9 +32,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ..collective.operators import all_reduce
-from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..fabric.registry import as_group, named
 from ..plan.defaults import default_plan, rows_plan
@@ -182,66 +183,84 @@ class _Rows(Product):
 
 
 class _Summed(torch.autograd.Function):
-    """Each part has a graph of its own, which the backward pass goes through part by part, once."""
+    """Each part has a graph of its own, which the backward pass goes through part by part.
+
+    What those graphs save is kept as this function's own, all of it at once and when nothing moves: so it is dropped
+    when the graph around it is, and what watches saved tensors (activation checkpointing, which stops a forward pass
+    there by an exception, or offloading) sees them.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: _Call, y: torch.Tensor, count: int, *tensors: torch.Tensor) -> torch.Tensor:
         rows = tensors[:count]
         weights = [one.detach().requires_grad_(one.requires_grad) for one in tensors[count:]]
-        graphs: dict[Part, tuple[Tensors, torch.Tensor]] = {}
+        graphs: dict[Part, tuple[Tensors, GradientEdge]] = {}
+        saved: list[torch.Tensor] = []
+
+        def save(tensor: torch.Tensor) -> int:
+            saved.append(tensor)
+            return len(saved) - 1
 
         def part(first: int, length: int) -> torch.Tensor:
             leaves = [one[first : first + length].detach().requires_grad_(one.requires_grad) for one in rows]
-            with torch.enable_grad():
+            with torch.enable_grad(), saved_tensors_hooks(save, saved.__getitem__):
                 made = call.compute(leaves, weights)
-            graphs[first, length] = leaves, made
+            graphs[first, length] = leaves, get_gradient_edge(made)
             return made.detach()
 
-        ctx.call, ctx.graphs, ctx.weights = call, graphs, weights
-        ctx.like = [torch.empty_like(one, device="meta") for one in rows]
+        call.summed(part, y)
         ctx.mark_dirty(y)
-        return call.summed(part, y)
+        ctx.save_for_backward(*saved)
+        saved.clear()
+        ctx.call, ctx.graphs, ctx.weights, ctx.saved = call, graphs, weights, saved
+        ctx.like = [torch.empty_like(one, device="meta") for one in rows]
+        return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if ctx.graphs is None:
-            must = f"False: {OPERATOR} keeps nothing behind a backward pass"
-            raise InvalidArgument(argument="retain_graph", was="True", must=must)
-        call, like, weights, graphs = ctx.call, ctx.like, ctx.weights, ctx.graphs
-        ctx.graphs = None
-        first_wanted, *others_wanted = ctx.needs_input_grad[3 : 3 + len(like)]
-        others = [
-            torch.zeros_like(one, device=dy.device) if wanted else None
-            for one, wanted in zip(like[1:], others_wanted, strict=True)
-        ]
-        totals = [_Total(one) if one.requires_grad else None for one in weights]
+        ctx.saved[:] = ctx.saved_tensors
+        try:
+            return _gradients(ctx, dy)
+        finally:
+            ctx.saved.clear()
 
-        def part(first: int, length: int) -> torch.Tensor:
-            """The gradients of one part of the rows: those of rows[0] are returned, others kept, weights' added up."""
-            leaves, made = graphs.pop((first, length))
-            inputs = [one for one in (*leaves, *weights) if one.requires_grad]
-            given = torch.autograd.grad(made, inputs, dy[first : first + length], materialize_grads=True)
-            found = iter(given)
-            mine = next(found) if first_wanted else leaves[0]
-            for other in others:
-                if other is not None:
-                    other[first : first + length] = next(found)
-            for total in totals:
-                if total is not None:
-                    total.add(next(found))
-            return mine
 
-        drow = None
-        if first_wanted:
-            drow = call.summed(part, torch.empty_like(like[0], device=dy.device))
-        else:
-            for first, length in list(graphs):
-                part(first, length)
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Those of the arguments of `_Summed`, whose saved tensors are there."""
+    call, like, weights, graphs = ctx.call, ctx.like, ctx.weights, ctx.graphs
+    first_wanted, *others_wanted = ctx.needs_input_grad[3 : 3 + len(like)]
+    others = [
+        torch.zeros_like(one, device=dy.device) if wanted else None
+        for one, wanted in zip(like[1:], others_wanted, strict=True)
+    ]
+    totals = [_Total(one) if one.requires_grad else None for one in weights]
+
+    def part(first: int, length: int) -> torch.Tensor:
+        """The gradients of one part of the rows: those of rows[0] are returned, others kept, weights' added up."""
+        leaves, made = graphs[first, length]
+        inputs = [one for one in (*leaves, *weights) if one.requires_grad]
+        given = torch.autograd.grad(made, inputs, dy[first : first + length], retain_graph=True, materialize_grads=True)
+        found = iter(given)
+        mine = next(found) if first_wanted else leaves[0]
         for other in others:
             if other is not None:
-                all_reduce(other, group=call.on)
-        return (None, None, None, drow, *others, *(None if one is None else one.sum for one in totals))
+                other[first : first + length] = next(found)
+        for total in totals:
+            if total is not None:
+                total.add(next(found))
+        return mine
+
+    drow = None
+    if first_wanted:
+        drow = call.summed(part, torch.empty_like(like[0], device=dy.device))
+    else:
+        for first, length in graphs:
+            part(first, length)
+    for other in others:
+        if other is not None:
+            all_reduce(other, group=call.on)
+    return (None, None, None, drow, *others, *(None if one is None else one.sum for one in totals))
 
 
 class _Total:
