@@ -164,6 +164,7 @@ def refusals() -> dict[str, str]:
 
     tied = Block()
     tied.other = tied.experts.gate_up_proj
+    either = {"*.gate": ut.nn.Column(optional="*.experts"), "*.experts": ut.nn.Experts(optional="*.gate")}
     calls: dict[str, Callable[[], object]] = {
         "unit": lambda: cut(Mixture(20)),
         "too few": lambda: cut(Mixture(24), unit=24),
@@ -173,9 +174,9 @@ def refusals() -> dict[str, str]:
         "normed": lambda: cut(Normed()),
         "no experts": lambda: cut(torch.nn.SiLU()),
         "tied": lambda: ut.nn.parallelize(tied, PLAN),
-        "neither": lambda: ut.nn.parallelize(
-            torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4)}),
-            {"*.gate": ut.nn.Column(optional="*.experts"), "*.experts": ut.nn.Experts(optional="*.gate")},
+        "neither": lambda: ut.nn.parallelize(torch.nn.ModuleDict({"up": torch.nn.Linear(4, 4)}), either),
+        "a list": lambda: ut.nn.parallelize(
+            torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"experts": torch.nn.ModuleList([Mixture()])})}), either
         ),
         "shape": lambda: cut(Mixture()).get_submodule("mlp")(torch.ones(1, 2, 6), torch.ones(2, 2), torch.ones(2, 2)),  # type: ignore[attr-defined]
     }

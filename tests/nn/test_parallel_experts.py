@@ -30,6 +30,10 @@ def test_one_graph() -> None:
 
 
 def test_refusals() -> None:
+    nothing = (
+        "a pattern of plan is '*.gate', but must be one that matches a module, or '*.experts' must match one;"
+        " model.named_modules() lists them."
+    )
     for found in ut.launch(targets.refusals, 2, device="cpu"):
         assert found == {
             "unit": "the inner size of mlp is 20, but must be a multiple of 8, its unit.",
@@ -49,9 +53,7 @@ def test_refusals() -> None:
                 "experts.gate_up_proj is shared by other, experts.gate_up_proj, but must be a weight of its own: leave"
                 " the layer out of the plan, or untie it."
             ),
-            "neither": (
-                "a pattern of plan is '*.gate', but must be one that matches a module, or '*.experts' must match one;"
-                " model.named_modules() lists them."
-            ),
+            "neither": nothing,
+            "a list": nothing,
             "shape": ("hidden_states is of shape [1, 2, 6] with top_k_index [2, 2], but must be [T, H] with [T, k]."),
         }

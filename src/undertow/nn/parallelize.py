@@ -121,24 +121,29 @@ def parallelize(
 
 
 def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    names = [name for name, module in model.named_modules() if name and not isinstance(module, Sharded)]
-    matches = {pattern: [name for name in names if fnmatch.fnmatchcase(name, pattern)] for pattern in plan}
-    found: dict[str, Style] = {}
     for pattern, style in plan.items():
         if not isinstance(style, (Column, Row, Experts, Shared)):
             must = "a ut.nn.Column, Row, Experts or Shared"
             raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must=must)
+    matches = {pattern: _matched(model, pattern, style) for pattern, style in plan.items()}
+    found: dict[str, Style] = {}
+    for pattern, style in plan.items():
         if not matches[pattern]:
             _refuse_missing(pattern, style.optional, matches)
         for name in matches[pattern]:
             module = model.get_submodule(name)
-            if isinstance(style, Experts) and isinstance(module, torch.nn.ModuleList):
-                continue  # experts that are modules: their layers have names of their own
             if isinstance(style, (Column, Row)) and not isinstance(module, torch.nn.Linear):
                 must = "a torch.nn.Linear: a narrower pattern leaves it out"
                 raise InvalidArgument(argument=f"{name}, matched by {pattern!r},", was=type(module).__name__, must=must)
             found.setdefault(name, style)
     return found
+
+
+def _matched(model: torch.nn.Module, pattern: str, style: Style) -> list[str]:
+    """Names of modules. Experts that are modules of their own, in a list, are no match: their layers have names."""
+    left = (Sharded, torch.nn.ModuleList) if isinstance(style, Experts) else Sharded
+    named = [name for name, module in model.named_modules() if name and not isinstance(module, left)]
+    return [name for name in named if fnmatch.fnmatchcase(name, pattern)]
 
 
 def _refuse_missing(pattern: str, optional: Optional, matches: Mapping[str, list[str]]) -> None:
