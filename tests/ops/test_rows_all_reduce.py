@@ -26,3 +26,14 @@ def test_some_gradients() -> None:
 
 def test_checkpointing() -> None:
     assert all(ut.launch(targets.checkpointed, 2, device="cpu"))
+
+
+def test_parts_move_beneath_the_next_parts() -> None:
+    found = {
+        strategy: ut.launch(targets.hidden, 2, device="cpu", args=(strategy,), env={"UNDERTOW_DMA_PACE": "200MB/s"})
+        for strategy in ("chunked:dma", "serial:dma")
+    }
+    for way in (0, 1):
+        overlapped, serial = (max(one[way] for one in found[name]) for name in ("chunked:dma", "serial:dma"))
+        assert overlapped > 0.15, found
+        assert overlapped > serial, found
