@@ -12,14 +12,18 @@ import undertow as ut
 
 SIZES = {"hidden_size": 48, "intermediate_size": 70, "num_hidden_layers": 2, "vocab_size": 97}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}  # 3 over 2 ranks: heads do not divide
+EXPERTS = {  # inner sizes of nine and five units, which two ranks hold unevenly
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 72},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
+}
 STRATEGY = "chunked:peer"
 PLAN = {**ut.nn.TRANSFORMER, "lm_head": ut.nn.Column(gather_output=True)}
 
 
-def _model(architecture: str, dtype: torch.dtype) -> Any:
+def _model(architecture: str, dtype: torch.dtype, **options: Any) -> Any:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture, **SIZES, **HEADS, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    sizes = {**SIZES, **HEADS, **EXPERTS.get(architecture, {}), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes), **options).to(dtype)
     with torch.no_grad():  # biases and norms begin as constants, which would hide a mistake
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
@@ -69,3 +73,39 @@ def trained(architecture: str, steps: int, strategy: str) -> tuple[list[float], 
     want, got = _losses(plain, steps), _losses(model, steps)
     whole, end = plain.state_dict(), ut.nn.full_state_dict(model)
     return want, got, max(float((end[name] - whole[name]).abs().max()) for name in whole)
+
+
+def gradients(architecture: str, dtype: torch.dtype, implementation: str) -> dict[str, float]:
+    """Relative error of the gradient of every parameter, put together, with the loss that balances experts.
+
+    The router's and all others that are whole on every rank must be the same on all, too: "apart" is by how much not.
+    """
+    group = ut.init()
+    plain = _model(architecture, dtype, experts_implementation=implementation)
+    model = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=STRATEGY)
+    text = torch.randint(3, SIZES["vocab_size"], (3, 11), generator=torch.Generator().manual_seed(3))
+    for one in (plain, model):
+        one(text, labels=text, output_router_logits=True).loss.backward()
+    held = {name: one.grad.clone() for name, one in model.named_parameters()}
+    whole = {name for name, one in plain.named_parameters() if one.shape == held[name].shape}
+    with torch.no_grad():
+        for one in (plain, model):
+            for parameter in one.parameters():
+                parameter.copy_(parameter.grad)
+    want, got = plain.state_dict(), ut.nn.full_state_dict(model)
+    found = {name: float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want}
+    sums = [float(held[name].double().abs().sum()) for name in sorted(whole)]
+    everyones = group.exchange(sums, "gradients of what is whole")
+    found["apart"] = max(abs(one - mine) / mine for row in everyones for one, mine in zip(row, sums, strict=True))
+    return found
+
+
+def round_trip(architecture: str) -> bool:
+    """A checkpoint of the ordinary model, to shards and back, is what it was."""
+    ut.init()
+    plain = _model(architecture, torch.float32)
+    model = ut.nn.parallelize(copy.deepcopy(plain), PLAN)
+    given = {name: torch.randn_like(one) for name, one in plain.state_dict().items()}
+    model.load_state_dict(given)
+    again = ut.nn.full_state_dict(model)
+    return again.keys() == given.keys() and all(torch.equal(again[name], given[name]) for name in given)

@@ -1,4 +1,4 @@
-"""Hugging Face models over two ranks: they answer and learn as on one."""
+"""Hugging Face models over ranks: they answer and learn as on one."""
 
 from __future__ import annotations
 
@@ -17,24 +17,52 @@ import undertow as ut
 
 
 @pytest.mark.parametrize(
-    ("architecture", "dtype", "close"),
+    ("architecture", "dtype", "close", "ranks"),
     [
-        ("llama", torch.float32, 1e-5),
-        ("qwen3", torch.bfloat16, 3e-2),
-        pytest.param("qwen2", torch.float32, 1e-5, marks=pytest.mark.nightly),
-        pytest.param("mistral", torch.float32, 1e-5, marks=pytest.mark.nightly),
+        ("llama", torch.float32, 1e-5, 2),
+        ("qwen3", torch.bfloat16, 3e-2, 2),
+        ("mixtral", torch.float32, 1e-5, 2),
+        ("qwen3_moe", torch.float32, 1e-5, 3),
+        pytest.param("mixtral", torch.bfloat16, 3e-2, 2, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", torch.bfloat16, 3e-2, 2, marks=pytest.mark.nightly),
+        pytest.param("mixtral", torch.float32, 1e-5, 3, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", torch.float32, 1e-5, 2, marks=pytest.mark.nightly),
+        pytest.param("qwen2", torch.float32, 1e-5, 2, marks=pytest.mark.nightly),
+        pytest.param("mistral", torch.float32, 1e-5, 2, marks=pytest.mark.nightly),
     ],
 )
-def test_a_model_answers_as_on_one_rank(architecture: str, dtype: torch.dtype, close: float) -> None:
-    for found in ut.launch(targets.same_as_one_rank, 2, device="cpu", args=(architecture, dtype)):
+def test_a_model_answers_as_on_one_rank(architecture: str, dtype: torch.dtype, close: float, ranks: int) -> None:
+    for found in ut.launch(targets.same_as_one_rank, ranks, device="cpu", args=(architecture, dtype)):
         assert found["error"] < close
-        assert found["layers"] == 15
+        assert found["layers"] == (11 if architecture in targets.EXPERTS else 15)
         assert found["share"] < 0.8
         if dtype == torch.float32:
             assert found["same tokens"]
 
 
-@pytest.mark.parametrize(("architecture", "steps"), [("llama", 50), ("qwen3", 5)])
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "implementation", "close", "ranks"),
+    [
+        ("mixtral", torch.float64, "eager", 1e-5, 2),
+        ("qwen3_moe", torch.float32, "grouped_mm", 1e-4, 2),
+        pytest.param("mixtral", torch.float32, "grouped_mm", 1e-4, 3, marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe", torch.float64, "eager", 1e-5, 3, marks=pytest.mark.nightly),
+        pytest.param("mixtral", torch.float32, "batched_mm", 1e-4, 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_gradients_are_those_of_one_rank(
+    architecture: str, dtype: torch.dtype, implementation: str, close: float, ranks: int
+) -> None:
+    for found in ut.launch(targets.gradients, ranks, device="cpu", args=(architecture, dtype, implementation)):
+        assert max(found.values()) < close
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
+def test_a_checkpoint_comes_back(architecture: str) -> None:
+    assert all(ut.launch(targets.round_trip, 2, device="cpu", args=(architecture,)))
+
+
+@pytest.mark.parametrize(("architecture", "steps"), [("llama", 50), ("qwen3", 5), ("mixtral", 5)])
 def test_a_model_learns_as_on_one_rank(architecture: str, steps: int) -> None:
     """Qwen3 has norms of single heads: whole on every rank, with the gradient of its own heads only, unless summed."""
     for want, got, apart in ut.launch(targets.trained, 2, device="cpu", args=(architecture, steps, "chunked:peer")):
@@ -45,7 +73,7 @@ def test_a_model_learns_as_on_one_rank(architecture: str, steps: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "qwen3_moe"])
 def test_the_example(architecture: str) -> None:
     script = Path(__file__).parents[2] / "examples" / "tensor_parallel_llama.py"
     command = [sys.executable, "-c", "from undertow.cli import main; main()", "run", "-n", "2", "--device", "cpu"]

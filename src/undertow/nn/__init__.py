@@ -8,7 +8,8 @@ from .embedding import ShardedEmbeddingBag
 from .experts import ExpertParallelMLP
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import TensorParallelMLP
-from .parallelize import TRANSFORMER, Column, Row, Shared, parallelize
+from .parallel_experts import TensorParallelExperts
+from .parallelize import TRANSFORMER, Column, Experts, Row, Shared, parallelize
 from .sharded import Sharded
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "Column",
     "ColumnParallelLinear",
     "ExpertParallelMLP",
+    "Experts",
     "Row",
     "RowOptimizer",
     "RowParallelLinear",
@@ -24,6 +26,7 @@ __all__ = [
     "ShardedEmbeddingBag",
     "Shared",
     "Table",
+    "TensorParallelExperts",
     "TensorParallelMLP",
     "full_state_dict",
     "parallelize",

@@ -1,4 +1,4 @@
-"""Take a model that exists to tensor parallel: linear layers that a plan names are replaced by their shards.
+"""Take a model that exists to tensor parallel: layers that a plan names are replaced by their shards.
 
     ut.nn.parallelize(model, {"*.q_proj": ut.nn.Column(unit="head_dim"), "*.o_proj": ut.nn.Row(unit="head_dim")})
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 from ..errors import InvalidArgument
 from ..fabric.registry import as_group, named
 from .linear import ColumnParallelLinear, RowParallelLinear
+from .parallel_experts import TensorParallelExperts
 from .sharded import Sharded
 
 if TYPE_CHECKING:
@@ -29,6 +30,10 @@ Unit = int | str | tuple[str, ...]
 """What stays together: a number, or attributes of the module around the layer, multiplied."""
 
 
+Optional = bool | str
+"""Whether a model may have none; or the pattern of the plan that must match something then, in its place."""
+
+
 @dataclass(frozen=True)
 class Column:
     """Cut by columns of the result. `gather_output`: every rank gets all of them."""
@@ -36,6 +41,7 @@ class Column:
     unit: Unit = 1
     gather_output: bool = False
     sequence_parallel: bool = False
+    optional: Optional = False
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,18 @@ class Row:
 
     unit: Unit = 1
     sequence_parallel: bool = False
+    optional: Optional = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts held as two tensors, `gate_up_proj` and `down_proj`: each is cut by its inner dimension.
+
+    `unit`: eight numbers that stay together keep rows of 16-bit weights on 16 bytes, as grouped matmuls want them.
+    """
+
+    unit: Unit = 8
+    optional: Optional = False
 
 
 @dataclass(frozen=True)
@@ -53,29 +71,31 @@ class Shared:
     Norms of single heads, and, in the sequence-parallel form, norms of rows. `optional`: a model may have none.
     """
 
-    optional: bool = False
+    optional: Optional = False
 
 
-Style = Column | Row | Shared
+Style = Column | Row | Experts | Shared
 
 TRANSFORMER: Mapping[str, Style] = {
     "*.q_proj": Column(unit=("head_dim", "num_key_value_groups")),
     "*.k_proj": Column(unit="head_dim"),
     "*.v_proj": Column(unit="head_dim"),
     "*.o_proj": Row(unit=("head_dim", "num_key_value_groups")),
-    "*.gate_proj": Column(),
-    "*.up_proj": Column(),
-    "*.down_proj": Row(),
+    "*.gate_proj": Column(optional="*.experts"),
+    "*.up_proj": Column(optional="*.experts"),
+    "*.down_proj": Row(optional="*.experts"),
+    "*.experts": Experts(optional="*.down_proj"),
     "*.self_attn.q_norm": Shared(optional=True),
     "*.self_attn.k_norm": Shared(optional=True),
 }
-"""For decoders whose layers are named as in Llama (Qwen, Mistral and others): query heads follow their keys."""
+"""For decoders whose layers are named as in Llama (Qwen, Mistral, and with experts Mixtral and others): query heads
+follow their keys."""
 
 
 def parallelize(
     model: torch.nn.Module, plan: Mapping[str, Style], *, group: AnyGroup = None, strategy: str = "auto"
 ) -> torch.nn.Module:
-    """Replace, in place, every linear layer of `model` that `plan` names; returns the model.
+    """Replace, in place, every layer of `model` that `plan` names; returns the model.
 
     The first pattern that matches a module counts. `strategy` is that of all the layers' operators. A copy of the
     result loses the sums of `Shared` gradients, which are hooks.
@@ -86,14 +106,14 @@ def parallelize(
     for name, style in chosen.items():
         parent, _, child = name.rpartition(".")
         around = model.get_submodule(parent)
-        linear = getattr(around, child)
+        layer = getattr(around, child)
         if isinstance(style, Shared):
-            for parameter in linear.parameters():
+            for parameter in layer.parameters():
                 parameter.register_hook(_Sum(on.name))
             continue
         unit = _unit(style.unit, around, name)
         try:
-            setattr(around, child, _made(linear, style, unit, on.name, strategy))
+            setattr(around, child, _made(layer, style, unit, on.name, strategy))
         except InvalidArgument as error:
             facts = error.facts
             raise InvalidArgument(**{**facts, "argument": f"{facts['argument']} of {name}"}) from error
@@ -101,23 +121,38 @@ def parallelize(
 
 
 def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
-    names = [name for name, module in model.named_modules() if name and not isinstance(module, Sharded)]
+    for pattern, style in plan.items():
+        if not isinstance(style, (Column, Row, Experts, Shared)):
+            must = "a ut.nn.Column, Row, Experts or Shared"
+            raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must=must)
+    matches = {pattern: _matched(model, pattern, style) for pattern, style in plan.items()}
     found: dict[str, Style] = {}
     for pattern, style in plan.items():
-        if not isinstance(style, (Column, Row, Shared)):
-            must = "a ut.nn.Column, Row or Shared"
-            raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must=must)
-        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not matched and not (isinstance(style, Shared) and style.optional):
-            must = "one that matches a module; model.named_modules() lists them"
-            raise InvalidArgument(argument="a pattern of plan", was=repr(pattern), must=must)
-        for name in matched:
+        if not matches[pattern]:
+            _refuse_missing(pattern, style.optional, matches)
+        for name in matches[pattern]:
             module = model.get_submodule(name)
-            if not isinstance(module, torch.nn.Linear) and not isinstance(style, Shared):
+            if isinstance(style, (Column, Row)) and not isinstance(module, torch.nn.Linear):
                 must = "a torch.nn.Linear: a narrower pattern leaves it out"
                 raise InvalidArgument(argument=f"{name}, matched by {pattern!r},", was=type(module).__name__, must=must)
             found.setdefault(name, style)
     return found
+
+
+def _matched(model: torch.nn.Module, pattern: str, style: Style) -> list[str]:
+    """Names of modules. Experts that are modules of their own, in a list, are no match: their layers have names."""
+    left = (Sharded, torch.nn.ModuleList) if isinstance(style, Experts) else Sharded
+    named = [name for name, module in model.named_modules() if name and not isinstance(module, left)]
+    return [name for name in named if fnmatch.fnmatchcase(name, pattern)]
+
+
+def _refuse_missing(pattern: str, optional: Optional, matches: Mapping[str, list[str]]) -> None:
+    """Of a pattern that matches nothing."""
+    if optional is True or (isinstance(optional, str) and matches.get(optional)):
+        return
+    other = f", or {optional!r} must match one" if optional else ""
+    must = f"one that matches a module{other}; model.named_modules() lists them"
+    raise InvalidArgument(argument="a pattern of plan", was=repr(pattern), must=must)
 
 
 def _refuse_shared(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
@@ -126,10 +161,11 @@ def _refuse_shared(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
     for name in (one for one, style in chosen.items() if not isinstance(style, Shared)):
-        shared = holders[id(model.get_submodule(name).weight)]
-        if len(shared) > 1:
-            must = "a weight of its own: leave the layer out of the plan, or untie it"
-            raise InvalidArgument(argument=f"{name}.weight", was=f"shared by {', '.join(shared)}", must=must)
+        for own, parameter in model.get_submodule(name).named_parameters():
+            shared = holders[id(parameter)]
+            if len(shared) > 1:
+                must = "a weight of its own: leave the layer out of the plan, or untie it"
+                raise InvalidArgument(argument=f"{name}.{own}", was=f"shared by {', '.join(shared)}", must=must)
 
 
 def _unit(unit: Unit, around: torch.nn.Module, name: str) -> int:
@@ -158,12 +194,15 @@ class _Sum:
         return total
 
 
-def _made(linear: torch.nn.Linear, style: Column | Row, unit: int, group: str, strategy: str) -> Sharded:
+def _made(layer: torch.nn.Module, style: Column | Row | Experts, unit: int, group: str, strategy: str) -> Sharded:
+    if isinstance(style, Experts):
+        return TensorParallelExperts(layer, group=group, unit=unit, strategy=strategy)
+    assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
     if isinstance(style, Row):
         return RowParallelLinear.from_linear(
-            linear, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel
+            layer, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel
         )
     return ColumnParallelLinear.from_linear(
-        linear, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel,
+        layer, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel,
         gather_output=style.gather_output,
     )  # fmt: skip

@@ -44,7 +44,7 @@ from .norm import After
 from .operands import check_factors, dtype_name, output
 from .overlap import multiply_and_move, overlap
 from .produce import placed, product_of
-from .product import NoProduct
+from .product import NoProduct, Product
 from .program import ProgramCall
 from .program import run as run_program
 from .whole import bringer, exchange, moves_whole
@@ -154,14 +154,32 @@ def run(
     if plan.grain == "fused":
         run_fused(x, w, y, problem, plan, finish, fabric, lane, beside)
         return
+
+    def product(buffer: torch.Tensor) -> Product:
+        return product_of(fabric, problem, plan, x, w, buffer, None)
+
+    run_product(product if compute else None, y, problem, plan, finish, fabric, lane, beside)
+
+
+def run_product(
+    product: Callable[[torch.Tensor], Product] | None,
+    y: torch.Tensor,
+    problem: Problem,
+    plan: Plan,
+    finish: Finish,
+    fabric: Fabric,
+    lane: Lane,
+    beside: Beside | None = None,
+) -> None:
+    """y [M, N] = the sum over ranks of what `product` makes in the flat buffer that it is given; None: of what y is."""
     sums = None
     if moves_whole(plan, fabric, lane) and finish.follows(y):
         place = y if finish.nothing else None
         sums = exchange(fabric, "all_reduce", y, [y.numel()], plan.share.communication_ctas, taken=place)
     if sums is not None:
-        if not compute:
+        if product is None:
             sums.given.copy_(y.view(-1))
-        entire = product_of(fabric, problem, plan, x, w, sums.given, None) if compute else NoProduct()
+        entire = NoProduct() if product is None else product(sums.given)
         also = bringer(fabric, beside) if beside is not None else None
         assert (also is None) == (beside is None), "nothing is gathered for a sum that all ranks get"
         multiply_and_move(fabric, entire, sums, finish, y, also)
@@ -223,9 +241,9 @@ def run(
 
     if not whole:
         finish.load(y, size, finishes_parts)
-    product = product_of(fabric, problem, plan, x, w, buffer, None) if compute else NoProduct()
+    made = NoProduct() if product is None else product(buffer)
     followers = () if whole else (combine_all,) if both else (combine, collect)
-    overlap(fabric, lane, plan, product, carry, followers, len(parcels), beside)
+    overlap(fabric, lane, plan, made, carry, followers, len(parcels), beside)
     if packed:
         key = ("unpack", problem.key, plan.digest)
         finish.unpack(y, buffer, placed(fabric, key, lambda: reorder.unpack_table(problem.grid(plan), plan)), plan.tile)

@@ -1,0 +1,315 @@
+"""y = sum over ranks r of f_r(rows): what each rank computes of rows that all hold, summed while it is computed.
+
+| tensor | shape on each rank | sharded over |
+|---|---|---|
+| rows | one or several, [M, ...] each | nothing: every rank holds them |
+| weights_r | any | as `compute` wants them: each rank has its own |
+| y | [M, N] | nothing: every rank holds the sum |
+
+f_r is `compute(rows, weights_r)`, anything that makes each row of its result from the same row of its arguments:
+f_r(rows)[a:b] = f_r(rows[a:b]). So this is for row-parallel work that is more than one matmul, such as a model's
+experts, each cut over ranks. `serial` computes, then sums. `chunked` splits the rows on the host:
+
+    compute         | f of part 0 | f of part 1 | f of part 2 | ...
+    communication                 | sum 0       | sum 1       | ...
+
+Backward, with dy [M, N] the same on all ranks, the same parts in the same order:
+
+    d weights_r = (df_r / d weights_r)^T dy            d rows = sum over ranks r of (df_r / d rows)^T dy
+
+The sum for the first of `rows` moves part by part beneath the gradients of the next part. Those for the others, which
+are narrow (the weights of routing), follow as one collective each.
+
+Every part reads all weights again, so `auto`, which measures nothing here, makes parts of at least `least` rows, and
+where there are not two of them it is `serial`; over `peer` where all ranks stand on one node, else over `net`. Traced
+by a compiler, `compute` is part of its graph, and one collective sums what it gives; nothing is hidden then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from ..collective.operators import all_reduce
+from ..fabric import timeline
+from ..fabric.registry import as_group, named
+from ..plan.defaults import default_plan, rows_plan
+from ..plan.plan import Plan, parse_strategy
+from ..plan.problem import Problem
+from ..plan.tiles import chunks
+from . import matmul_all_reduce
+from .differentiable import name_of
+from .explain import Choice, Explanation, remember
+from .finish import Finish
+from .operands import check_dtype, dtype_name
+from .product import Product
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ..fabric.base import Fabric
+    from ..fabric.group import Group
+
+OPERATOR = "rows_all_reduce"
+GRAINS = ("serial", "chunked")
+_HALVES = (torch.float16, torch.bfloat16)
+
+Tensors = Sequence[torch.Tensor]
+Compute = Callable[[Tensors, Tensors], torch.Tensor]
+Part = tuple[int, int]
+"""First row, and rows."""
+
+
+def reference(compute: Compute, rows: Tensors, weights: Sequence[Tensors]) -> torch.Tensor:
+    """The meaning, as a plain loop over the weights of all ranks."""
+    y = compute(rows, weights[0])
+    for one in weights[1:]:
+        y = y + compute(rows, one)
+    return y
+
+
+def rows_all_reduce(
+    compute: Compute,
+    rows: Tensors,
+    weights: Tensors,
+    columns: int,
+    *,
+    group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
+    strategy: str = "auto",
+    least: int = 1,
+) -> torch.Tensor:
+    """`compute(rows, weights)` [M, columns], summed over the ranks of `group`, of the dtype of rows[0].
+
+    With gradients, `compute` is differentiated by autograd, and every rank must want those of the same rows.
+    """
+    if torch.compiler.is_compiling():
+        name = name_of(group)
+        held = [_held_by_all(one, name) if one.is_floating_point() else one for one in rows]
+        total: torch.Tensor = _sum(compute(held, weights), name)
+        return total
+    on = as_group(group)
+    check_dtype("rows[0]", rows[0].dtype)
+    y = rows[0].new_empty(rows[0].shape[0], columns)
+    call = _Call(compute, on, _choice(y, on, strategy, least), strategy)
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (*rows, *weights)):
+        return _Summed.apply(call, y, len(rows), *rows, *weights)  # type: ignore[no-any-return, no-untyped-call]
+
+    def part(first: int, count: int) -> torch.Tensor:
+        return compute([one[first : first + count] for one in rows], weights)
+
+    return call.summed(part, y)
+
+
+def _problem(y: torch.Tensor, on: Group) -> Problem:
+    """What moves: as of a `matmul_all_reduce`, whose parcels are planned and carried."""
+    m, n = y.shape
+    return Problem.of(
+        matmul_all_reduce.OPERATOR, m, n, 0, dtype=dtype_name(y), ranks=on.size, device=y.device.type,
+        multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies,
+    )  # fmt: skip
+
+
+def _choice(y: torch.Tensor, on: Group, strategy: str, least: int) -> Choice:
+    lanes, problem = on.fabric.lanes(), _problem(y, on)
+    near = "net" if lanes["peer"] else "peer"
+    if strategy != "auto":
+        return Choice(default_plan(problem, *parse_strategy(strategy, GRAINS, lanes, near)), "The strategy was given.")
+    plan = rows_plan(problem, near, least) if on.size > 1 else default_plan(problem, "serial", near)
+    plan = dataclasses.replace(plan, deterministic=torch.are_deterministic_algorithms_enabled())
+    reason = f"Nothing is measured for this operator: rows are cut where each part has at least {least} of them."
+    return Choice(plan, reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One call, of which the backward pass is another with the same plan."""
+
+    compute: Compute
+    on: Group
+    choice: Choice
+    asked: str
+
+    def summed(self, part: Callable[[int, int], torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+        """y [M, N] = `part(first, count)` of all rows, in the plan's parts, summed over ranks."""
+        on, plan = self.on, self.choice.plan
+        problem = _problem(y, on)
+
+        def product(buffer: torch.Tensor) -> Product:
+            return _Rows(on.fabric, plan, chunks(problem.shards, plan), part, buffer.view(y.shape))
+
+        shape = f"M {problem.m}, N {problem.n}, {problem.dtype}"
+        with on.call(OPERATOR, shape, f"{plan.name} {plan.digest}") as number:
+            lane = on.fabric.lane(plan.lane)
+            with on.fabric.guarded_call((y,)):
+                finish = Finish.of(None, "none", plan)
+                matmul_all_reduce.run_product(product, y, problem, plan, finish, on.fabric, lane)
+            remember(Explanation(OPERATOR, shape, on.name, number, self.asked, self.choice))
+        return y
+
+
+class _Rows(Product):
+    """Parts of rows, each by the caller's function."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        plan: Plan,
+        parts: Sequence[Sequence[Part]],
+        part: Callable[[int, int], torch.Tensor],
+        y: torch.Tensor,
+    ) -> None:
+        self._fabric, self._plan, self._parts, self._part, self._y = fabric, plan, parts, part, y
+
+    def start(self) -> None:
+        if self._plan.grain == "serial":
+            self._compute(0, self._y.shape[0])
+
+    def reach(self, parcel: int) -> None:
+        if self._plan.grain == "chunked":
+            for first, count in self._parts[parcel]:
+                with self._fabric.computing(self._plan.share.multiprocessors):
+                    self._compute(first, count)
+
+    def _compute(self, first: int, count: int) -> None:
+        if count:
+            with timeline.event("rows", engine="compute", rows=count):
+                self._y[first : first + count] = self._part(first, count)
+
+
+class _Summed(torch.autograd.Function):
+    """Each part has a graph of its own, which the backward pass goes through part by part.
+
+    What those graphs save is kept as this function's own, all of it at once and when nothing moves: so it is dropped
+    when the graph around it is, and what watches saved tensors (activation checkpointing, which stops a forward pass
+    there by an exception, or offloading) sees them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, y: torch.Tensor, count: int, *tensors: torch.Tensor) -> torch.Tensor:
+        rows = tensors[:count]
+        weights = [one.detach().requires_grad_(one.requires_grad) for one in tensors[count:]]
+        graphs: dict[Part, tuple[Tensors, GradientEdge]] = {}
+        saved: list[torch.Tensor] = []
+
+        def save(tensor: torch.Tensor) -> int:
+            saved.append(tensor)
+            return len(saved) - 1
+
+        def part(first: int, length: int) -> torch.Tensor:
+            leaves = [one[first : first + length].detach().requires_grad_(one.requires_grad) for one in rows]
+            with torch.enable_grad(), saved_tensors_hooks(save, saved.__getitem__):
+                made = call.compute(leaves, weights)
+            graphs[first, length] = leaves, get_gradient_edge(made)
+            return made.detach()
+
+        call.summed(part, y)
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(*saved)
+        saved.clear()
+        ctx.call, ctx.graphs, ctx.weights, ctx.saved = call, graphs, weights, saved
+        ctx.like = [torch.empty_like(one, device="meta") for one in rows]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.saved[:] = ctx.saved_tensors
+        try:
+            return _gradients(ctx, dy)
+        finally:
+            ctx.saved.clear()
+
+
+def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Those of the arguments of `_Summed`, whose saved tensors are there."""
+    call, like, weights, graphs = ctx.call, ctx.like, ctx.weights, ctx.graphs
+    first_wanted, *others_wanted = ctx.needs_input_grad[3 : 3 + len(like)]
+    others = [
+        torch.zeros_like(one, device=dy.device) if wanted else None
+        for one, wanted in zip(like[1:], others_wanted, strict=True)
+    ]
+    totals = [_Total(one) if one.requires_grad else None for one in weights]
+
+    def part(first: int, length: int) -> torch.Tensor:
+        """The gradients of one part of the rows: those of rows[0] are returned, others kept, weights' added up."""
+        leaves, made = graphs[first, length]
+        inputs = [one for one in (*leaves, *weights) if one.requires_grad]
+        given = torch.autograd.grad(made, inputs, dy[first : first + length], retain_graph=True, materialize_grads=True)
+        found = iter(given)
+        mine = next(found) if first_wanted else leaves[0]
+        for other in others:
+            if other is not None:
+                other[first : first + length] = next(found)
+        for total in totals:
+            if total is not None:
+                total.add(next(found))
+        return mine
+
+    drow = None
+    if first_wanted:
+        drow = call.summed(part, torch.empty_like(like[0], device=dy.device))
+    else:
+        for first, length in graphs:
+            part(first, length)
+    for other in others:
+        if other is not None:
+            all_reduce(other, group=call.on)
+    return (None, None, None, drow, *others, *(None if one is None else one.sum for one in totals))
+
+
+class _Total:
+    """The gradient of a weight, over parts; 16-bit ones of several parts are added in fp32 and rounded once."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+        self._parts = 0
+        self._sum: torch.Tensor | None = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self._parts += 1
+        if self._sum is None:
+            self._sum = gradient
+            return
+        if self._parts == 2:
+            self._sum = self._sum.to(torch.float32 if gradient.dtype in _HALVES else gradient.dtype, copy=True)
+        self._sum += gradient
+
+    @property
+    def sum(self) -> torch.Tensor:
+        return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
+
+
+# -- while a compiler traces -------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("undertow::sum_over_ranks", mutates_args=())
+def _sum(y: torch.Tensor, group: str) -> torch.Tensor:
+    """Of every rank's y; every rank gets it, and so its gradient."""
+    total = y.clone(memory_format=torch.contiguous_format)
+    return all_reduce(total, group=named(group))
+
+
+@torch.library.custom_op("undertow::held_by_all", mutates_args=())
+def _held_by_all(x: torch.Tensor, group: str) -> torch.Tensor:
+    """x, the same on all ranks, whose gradient is the sum of what each rank made of it."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _like(x: torch.Tensor, group: str) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+_sum.register_fake(_like)
+_sum.register_autograd(lambda ctx, dy: (dy, None))
+_held_by_all.register_fake(_like)
+_held_by_all.register_autograd(lambda ctx, dy: (_sum(dy, ctx.group), None), setup_context=_setup)

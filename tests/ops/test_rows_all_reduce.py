@@ -1,0 +1,39 @@
+"""rows_all_reduce in real ranks: any computation of rows, summed part by part, with gradients."""
+
+from __future__ import annotations
+
+import pytest
+import rows_targets as targets
+
+import undertow as ut
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_exact_with_gradients(ranks: int) -> None:
+    assert all(ut.launch(targets.exact, ranks, device="cpu", args=((0, 1, 3, 10),)))
+
+
+@pytest.mark.parametrize(
+    ("m", "least", "want"), [(9, 5, ("serial:peer", 1)), (9, 4, ("chunked:peer", 2)), (90, 4, ("chunked:peer", 4))]
+)
+def test_auto_makes_parts_where_they_are_long_enough(m: int, least: int, want: tuple[str, int]) -> None:
+    assert ut.launch(targets.parts, 2, device="cpu", args=(m, least)) == [want, want]
+
+
+def test_some_gradients() -> None:
+    assert all(ut.launch(targets.some_wanted, 2, device="cpu"))
+
+
+def test_checkpointing() -> None:
+    assert all(ut.launch(targets.checkpointed, 2, device="cpu"))
+
+
+def test_parts_move_beneath_the_next_parts() -> None:
+    found = {
+        strategy: ut.launch(targets.hidden, 2, device="cpu", args=(strategy,), env={"UNDERTOW_DMA_PACE": "200MB/s"})
+        for strategy in ("chunked:dma", "serial:dma")
+    }
+    for way in (0, 1):
+        overlapped, serial = (max(one[way] for one in found[name]) for name in ("chunked:dma", "serial:dma"))
+        assert overlapped > 0.15, found
+        assert overlapped > serial, found
