@@ -36,7 +36,7 @@ class Size:
 
 SIZES = {
     "cpu": Size(512, 704, 8, 2048, torch.float32, ("serial:dma", "chunked:dma")),
-    "cuda": Size(4096, 14336, 8, 4096, torch.bfloat16, ("serial:peer", "chunked:peer", "auto")),
+    "cuda": Size(4096, 14336, 8, 4096, torch.bfloat16, ("serial:peer", "chunked:peer")),
 }
 TOP = 2
 

@@ -13,11 +13,9 @@ def test_exact_with_gradients(ranks: int) -> None:
     assert all(ut.launch(targets.exact, ranks, device="cpu", args=((0, 1, 3, 10),)))
 
 
-@pytest.mark.parametrize(
-    ("m", "least", "want"), [(9, 5, ("serial:peer", 1)), (9, 4, ("chunked:peer", 2)), (90, 4, ("chunked:peer", 4))]
-)
-def test_auto_makes_parts_where_they_are_long_enough(m: int, least: int, want: tuple[str, int]) -> None:
-    assert ut.launch(targets.parts, 2, device="cpu", args=(m, least)) == [want, want]
+def test_auto_is_serial_as_it_measures_nothing() -> None:
+    want = ("serial:peer", "Nothing is measured for this operator, so serial runs.")
+    assert ut.launch(targets.what_auto_runs, 2, device="cpu") == [want, want]
 
 
 def test_some_gradients() -> None:

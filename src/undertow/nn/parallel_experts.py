@@ -15,7 +15,7 @@ experts on each rank (E / R of them) would make longer rows, but the rank of a b
 would have to divide. Cut so, ranks have the same work whatever the router says, and any R up to I / unit will do.
 
 What is computed with the shards is the model's own forward, and so the implementation it was told to use (grouped
-matmuls, or another one); `rows_all_reduce` sums it, beneath the experts of the next tokens where there are enough.
+matmuls, or another one); `rows_all_reduce` sums it, beneath the experts of the next tokens where it is told to.
 Its gradients of x and of the routing weights are sums over ranks, so the router, which every rank holds whole, gets
 complete and equal gradients everywhere. Layers before and after are as they would be on one rank.
 """
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from .sharded import AnyGroup
 
 NAMES = ("gate_up_proj", "down_proj")
-_ROWS = 256
-"""Of an expert: fewer are multiplied in less time than its weights are read in, by a GPU with 200 operations to a byte,
-and every part of the tokens reads them again."""
 
 
 class TensorParallelExperts(Sharded):
@@ -81,7 +78,6 @@ class TensorParallelExperts(Sharded):
         return rows_all_reduce(
             self._compute, (hidden_states, top_k_weights, top_k_index), (self.gate_up_proj, self.down_proj),
             hidden_states.shape[1], group=self.group_name, strategy=self.strategy,
-            least=-(-_ROWS * self.experts // max(1, top_k_index.shape[1])),
         )  # fmt: skip
 
     def _compute(self, rows: Tensors, weights: Tensors) -> torch.Tensor:

@@ -20,9 +20,9 @@ Backward, with dy [M, N] the same on all ranks, the same parts in the same order
 The sum for the first of `rows` moves part by part beneath the gradients of the next part. Those for the others, which
 are narrow (the weights of routing), follow as one collective each.
 
-Every part reads all weights again, so `auto`, which measures nothing here, makes parts of at least `least` rows, and
-where there are not two of them it is `serial`; over `peer` where all ranks stand on one node, else over `net`. Traced
-by a compiler, `compute` is part of its graph, and one collective sums what it gives; nothing is hidden then.
+Every part reads all weights again, so cutting may lose more than it hides. `auto` measures nothing here, and is
+`serial`; over `peer` where all ranks stand on one node, else over `net`. Traced by a compiler, `compute` is part of its
+graph, and one collective sums what it gives; nothing is hidden then.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from ..collective.operators import all_reduce
 from ..fabric import timeline
 from ..fabric.registry import as_group, named
-from ..plan.defaults import default_plan, rows_plan
+from ..plan.defaults import default_plan
 from ..plan.plan import Plan, parse_strategy
 from ..plan.problem import Problem
 from ..plan.tiles import chunks
@@ -82,7 +82,6 @@ def rows_all_reduce(
     *,
     group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
-    least: int = 1,
 ) -> torch.Tensor:
     """`compute(rows, weights)` [M, columns], summed over the ranks of `group`, of the dtype of rows[0].
 
@@ -96,7 +95,7 @@ def rows_all_reduce(
     on = as_group(group)
     check_dtype("rows[0]", rows[0].dtype)
     y = rows[0].new_empty(rows[0].shape[0], columns)
-    call = _Call(compute, on, _choice(y, on, strategy, least), strategy)
+    call = _Call(compute, on, _choice(y, on, strategy), strategy)
     if torch.is_grad_enabled() and any(one.requires_grad for one in (*rows, *weights)):
         return _Summed.apply(call, y, len(rows), *rows, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -115,15 +114,14 @@ def _problem(y: torch.Tensor, on: Group) -> Problem:
     )  # fmt: skip
 
 
-def _choice(y: torch.Tensor, on: Group, strategy: str, least: int) -> Choice:
+def _choice(y: torch.Tensor, on: Group, strategy: str) -> Choice:
     lanes, problem = on.fabric.lanes(), _problem(y, on)
     near = "net" if lanes["peer"] else "peer"
     if strategy != "auto":
         return Choice(default_plan(problem, *parse_strategy(strategy, GRAINS, lanes, near)), "The strategy was given.")
-    plan = rows_plan(problem, near, least) if on.size > 1 else default_plan(problem, "serial", near)
+    plan = default_plan(problem, "serial", near)
     plan = dataclasses.replace(plan, deterministic=torch.are_deterministic_algorithms_enabled())
-    reason = f"Nothing is measured for this operator: rows are cut where each part has at least {least} of them."
-    return Choice(plan, reason)
+    return Choice(plan, "Nothing is measured for this operator, so serial runs.")
 
 
 @dataclasses.dataclass(frozen=True)

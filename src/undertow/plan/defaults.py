@@ -64,14 +64,6 @@ def default_plan(problem: Problem, grain: str, lane: str, by_program: bool = Fal
     return Plan(grain, lane, split(problem.m, max(1, min(parts, problem.m))))
 
 
-def rows_plan(problem: Problem, lane: str, least: int) -> Plan:
-    """Chunked, in at most CHUNKS parts of at least `least` rows each; serial where there are not two of them."""
-    parts = min(CHUNKS, problem.m // max(1, least))
-    if parts < 2:
-        return default_plan(problem, "serial", lane)
-    return Plan("chunked", lane, split(problem.m, parts))
-
-
 def fused_plan(problem: Problem, lane: str) -> Plan:
     """A fused plan. Pulled rows, of shards of two bands or more, are brought by a few of a GPU's CTAs beside those that
     multiply, fewer rows, or those of more than four ranks, by all CTAs at once; pushed ones, which nobody has measured
