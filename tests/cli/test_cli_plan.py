@@ -75,6 +75,9 @@ def test_plans_for_tokens(folder: Path) -> None:
     assert [one["problem"].split("-float32")[0] for one in found] == [
         "all_to_all_matmul-upto64x48x32", "matmul_all_to_all-upto64x48x32-3experts",
     ]  # fmt: skip
+    call("tune", "all_to_all_matmul", *SHAPE, "--device", "cpu", "--ranks", "3", "--seconds", "0.1", folder=folder)
+    found = json.loads(call("show", "3ranks", "--json", folder=folder).stdout)
+    assert found[0]["problem"].startswith("all_to_all_matmul-upto64x")  # every rank gets 64 rows, and not 66
 
 
 @pytest.mark.parametrize(

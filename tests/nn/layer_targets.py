@@ -233,6 +233,12 @@ def dtensors() -> bool:
         assert isinstance(y, DTensor)
         assert y.placements == (placement,)
         torch.testing.assert_close(y.full_tensor(), want, **CLOSE)
+        several = ut.nn.ColumnParallelLinear(6, (4, 4), **options)  # type: ignore[arg-type]
+        several.load_state_dict(first.state_dict())
+        for part, wanted in zip(several(given), torch.split(first(x), 4, -1), strict=True):
+            assert isinstance(part, DTensor)
+            assert part.placements == (Shard(1),)
+            torch.testing.assert_close(part.full_tensor(), wanted, **CLOSE)
     return True
 
 

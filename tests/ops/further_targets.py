@@ -132,20 +132,22 @@ def in_a_graph() -> list[bool]:
     return same
 
 
-def refused() -> dict[str, str]:
+def refused(gradients: bool) -> dict[str, str]:
+    """The same sentences with gradients as without."""
     group = ut.init()
-    x, w = torch.ones(3, 4), torch.ones(4, 5)
+    x, w = torch.ones(3, 4), torch.ones(4, 5, requires_grad=gradients)
+    narrow = torch.ones(4, 3)
     attempts: dict[str, Callable[[], object]] = {
         "none": lambda: ut.all_gather_matmul(x, []),
         "bias": lambda: ut.all_gather_matmul(x, [w, w], bias=[torch.ones(5)]),
+        "biases": lambda: ut.all_gather_matmul(x, [w, narrow], bias=[torch.ones(3), torch.ones(5)]),
         "activation": lambda: ut.all_gather_matmul(x, [w, w], activation=["relu", "tanh"]),
         "one bias": lambda: ut.all_gather_matmul(x, w, bias=[torch.ones(5)]),  # type: ignore[call-overload]
+        "no activation": lambda: ut.all_gather_matmul(x, w, activation=None),  # type: ignore[call-overload]
         "shape": lambda: ut.all_gather_matmul(x, [w, torch.ones(3, 5)]),
+        "dtype": lambda: ut.all_gather_matmul(x, [w, narrow.bfloat16()]),
         "out": lambda: ut.all_gather_matmul(x, [w, w], out=[torch.ones(1, 1), torch.ones(1, 1)]),
-        "out with a gradient": lambda: ut.all_gather_matmul(
-            x, [w.clone().requires_grad_(), w], out=[torch.ones(6, 5), torch.ones(6, 5)]
-        ),
-    }  # fmt: skip
+    }
     said = {}
     for name, attempt in attempts.items():
         try:
@@ -156,6 +158,33 @@ def refused() -> dict[str, str]:
     ys = ut.all_gather_matmul(x, [w, w], group=group, strategy="serial:peer")
     said["usable"] = str(all(bool((y == 4).all()) for y in ys))
     return said
+
+
+def changed_in_place() -> bool:
+    """Results with gradients may be changed in place, one weight's and several ones'."""
+    group = ut.init()
+    x, w = torch.ones(3, 4, requires_grad=True), torch.ones(4, 5, requires_grad=True)
+    y, whole = ut.all_gather_matmul(x, w, gathered=True, group=group, strategy="serial:peer")
+    first, second = ut.all_gather_matmul(x, [w, 2 * w], group=group, strategy="serial:peer")
+    for one in (y, whole, first, second):
+        one.mul_(2)
+    (y.sum() + whole.sum() + first.sum() + second.sum()).backward()
+    assert x.grad is not None
+    return bool((x.grad == group.size * 2 * (5 + 1 + 5 + 10)).all())
+
+
+def known_apart() -> int:
+    """How many choices are made: of the product alone, with further ones, and again."""
+    from undertow.ops.tuning import Known
+
+    group = ut.init()
+    x, w = torch.ones(16, 8), torch.ones(8, 300)
+    for _ in range(2):
+        ut.all_gather_matmul(x, w, group=group)
+        ut.all_gather_matmul(x, [w], group=group)  # the same call
+        ut.all_gather_matmul(x, [w, w, w], group=group)
+        ut.all_gather_matmul(x, [w, w], group=group)
+    return Known.of(group).made
 
 
 def told_different_things() -> str:

@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import embedding_suite
 import gradient_targets
 import grouped_targets
 import matmul_suite as suite
 import torch
+import torch.distributed as dist
 
 import undertow as ut
 from undertow.errors import UndertowError
@@ -181,3 +183,97 @@ def missing(how: str, folder: str) -> None:
     except UndertowError as error:
         (Path(folder) / str(group.rank)).write_text(f"{type(error).__name__}: {error}")
         raise
+
+
+def beside_messages_of_the_user() -> bool:
+    """A message of the user's own, under way with whatever tag, is nobody else's."""
+    group = _joined()
+    x, w = torch.ones(16, 4), torch.ones(4, 8)
+    pending = None
+    if group.rank == 0:
+        pending = [dist.isend(torch.full((8, 8), 7.0), 1, tag=tag) for tag in range(4)]
+    y = ut.matmul_reduce_scatter(x, w, group=group, strategy="chunked:net")
+    right = bool((y == 4 * group.size).all())
+    if group.rank == 1:
+        for tag in range(4):
+            got = torch.zeros(8, 8)
+            dist.recv(got, 0, tag=tag)
+            right = right and bool((got == 7).all())
+    for one in pending or ():
+        one.wait()
+    return right
+
+
+class AtOnce:
+    """A process group, as far as a lane needs it, that starts messages both ways as one operation, as NCCL does."""
+
+    supports_coalescing = True
+
+    def __init__(self, fails: bool) -> None:
+        self.fails, self.said = fails, []  # type: ignore[var-annotated]
+
+    def _get_backend(self, device: torch.device) -> AtOnce:
+        return self
+
+    def name(self) -> str:
+        return "stand-in"
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.said.append("start")
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.said.append(f"recv {tensors[0].numel()} from {peer}")
+        if self.fails:
+            raise RuntimeError("a communicator that was aborted")
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
+        self.said.append(f"send {tensors[0].numel()} to {peer}")
+
+    def _end_coalescing(self, device: torch.device) -> AtOnce:
+        self.said.append("end")
+        return self
+
+    def wait(self) -> None:
+        self.said.append("wait")
+
+
+def started_at_once(fails: bool) -> tuple[list[str], str]:
+    """What a lane on a GPU asks of such a backend, on a CPU's tensors; and what is raised."""
+    group = _joined()
+    lane: Any = group.fabric.lane("net")
+    backend = AtOnce(fails)
+    lane._on_device, lane._process_group = True, backend
+    other = 1 - group.rank
+    outgoing = [Outgoing(other, torch.ones(3), None, 0, 0)]
+    incoming = [Incoming(other, None, 0, 5, 0, torch.zeros(5))]
+    raised = ""
+    try:
+        lane._start_round(outgoing, incoming, [one.place() for one in incoming])[0].wait()
+    except RuntimeError as error:
+        raised = str(error)
+    try:  # a rank that is not there is refused before anything is begun
+        lane._start_round([Outgoing(group.rank, torch.ones(3), None, 0, 0)], [], [])
+    except UndertowError:
+        backend.said.append("refused")
+    assert "stand-in" in lane.describe()
+    lane._on_device, lane._process_group = False, group.process_group
+    return [one.removesuffix(str(other)) for one in backend.said], raised
+
+
+def without_a_backend() -> str:
+    """A group that has no backend for the tensors of its device: single messages need none."""
+    group = ut.init()
+    lane: Any = group.fabric.lane("net")
+
+    class Nothing:
+        def _get_backend(self, device: torch.device) -> None:
+            raise RuntimeError("No backend type associated with device type cpu")
+
+        def name(self) -> str:
+            return "none"
+
+    usual, lane._process_group = lane._process_group, Nothing()
+    said = f"{lane.describe()}, {lane._moves_in_rounds(True)}"
+    lane._process_group = usual
+    y = ut.matmul_reduce_scatter(torch.ones(4, 2), torch.ones(2, 3), group=group, strategy="serial:net")
+    return f"{said}, {bool((y == 2 * group.size).all())}"

@@ -35,24 +35,36 @@ def test_in_one_graph() -> None:
     assert ut.launch(targets.in_a_graph, 2, device="cpu") == [[True, True]] * 2
 
 
-def test_refusals_are_one_sentence_and_the_group_goes_on() -> None:
-    for said in ut.launch(targets.refused, 2, device="cpu", deadline=20):
+@pytest.mark.parametrize("gradients", [False, True])
+def test_refusals_are_one_sentence_and_the_group_goes_on(gradients: bool) -> None:
+    for said in ut.launch(targets.refused, 2, device="cpu", args=(gradients,), deadline=20):
+        out = said.pop("out")
         assert said == {
             "none": "InvalidArgument: w is no weight, but must be a weight, or several.",
             "bias": "InvalidArgument: bias is 1 of them, but must be one for each of 2 weights.",
+            "biases": "InvalidArgument: bias is [3] torch.float32 on cpu, but must be [5] torch.float32 on cpu.",
             "activation": "InvalidArgument: activation is 'tanh', but must be one of none, relu, gelu, silu.",
             "one bias": "InvalidArgument: bias is several, but must be one, as w is one weight.",
+            "no activation": "InvalidArgument: activation is None, but must be the name of one, as w is one weight.",
             "shape": "InvalidArgument: w is of shape [3, 5], but must be of 4 rows, as x has columns.",
-            "out": (
-                "InvalidArgument: out is [1, 1] torch.float32 on cpu, but must be contiguous [6, 5] torch.float32"
-                " on cpu."
-            ),
-            "out with a gradient": (
-                "InvalidArgument: out is given, but must be None where gradients are taken or torch traces: call under"
-                " torch.no_grad(), or do it apart."
-            ),
+            "dtype": "InvalidArgument: w is of torch.bfloat16, but must be of torch.float32, as x is.",
             "usable": "True",
         }
+        assert out == (
+            "InvalidArgument: out is given, but must be None where gradients are taken or torch traces: call under"
+            " torch.no_grad(), or do it apart."
+            if gradients
+            else "InvalidArgument: out is [1, 1] torch.float32 on cpu, but must be contiguous [6, 5] torch.float32"
+            " on cpu."
+        )
+
+
+def test_results_with_gradients_may_be_changed_in_place() -> None:
+    assert ut.launch(targets.changed_in_place, 2, device="cpu") == [True, True]
+
+
+def test_what_is_known_of_one_product_is_not_of_several() -> None:
+    assert ut.launch(targets.known_apart, 2, device="cpu") == [3, 3]
 
 
 def test_ranks_that_want_different_things_are_told() -> None:

@@ -82,3 +82,21 @@ def test_what_ranks_were_told() -> None:
         assert found == f"InvalidArgument: UNDERTOW_NET is 'backend', 'host', {must}"
     for found in ut.launch(targets.lane_of, 2, device="cpu", args=(("nccl", "nccl"),)):
         assert found == f"InvalidArgument: UNDERTOW_NET is 'nccl', {must}"
+
+
+def test_a_round_takes_no_message_of_the_user() -> None:
+    assert ut.launch(targets.beside_messages_of_the_user, 2, device="cpu", env=BACKEND) == [True, True]
+
+
+def test_both_ways_are_one_operation_which_is_always_ended() -> None:
+    """On a stand-in for NCCL's process group: what stays open would swallow all that follows."""
+    for said, raised in ut.launch(targets.started_at_once, 2, device="cpu", args=(False,), env=BACKEND):
+        assert said == ["start", "recv 20 from ", "send 12 to ", "end", "wait", "refused"]
+        assert raised == ""
+    for said, raised in ut.launch(targets.started_at_once, 2, device="cpu", args=(True,), env=BACKEND):
+        assert said == ["start", "recv 20 from ", "end", "refused"]
+        assert raised == "a communicator that was aborted"
+
+
+def test_a_group_without_a_backend_sends_messages_all_the_same() -> None:
+    assert ut.launch(targets.without_a_backend, 2, device="cpu") == ["torch.distributed (none), False, True"] * 2

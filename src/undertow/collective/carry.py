@@ -37,12 +37,18 @@ Combine = Callable[[list[torch.Tensor]], None]
 
 
 class Carrier:
-    """The parcels of one call. `longest`: elements of the longest piece that any rank sends in any of them."""
+    """The parcels of one call. `longest`: elements of the longest piece that any rank sends in any of them.
 
-    def __init__(self, fabric: Fabric, lane: Lane, like: torch.Tensor, longest: int) -> None:
+    `beside_waiting`: whether a kernel that fills the SMs waits for what comes: a round, which needs some of them where
+    a GPU's backend moves it, must not be what it waits for.
+    """
+
+    def __init__(
+        self, fabric: Fabric, lane: Lane, like: torch.Tensor, longest: int, beside_waiting: bool = False
+    ) -> None:
         group = fabric.group
         self._lane, self._rank, self._size = lane, group.rank, group.size
-        self._rounds = Rounds(group, lane) if lane.in_rounds else None
+        self._rounds = Rounds(group, lane) if lane.in_rounds and not beside_waiting else None
         self._symmetric: SymmetricBuffer | None = None
         self._private: torch.Tensor | None = None
         self._room = longest

@@ -32,7 +32,7 @@ class Rounds:
 
     def keep(self, name: Hashable, outgoing: Sequence[Outgoing]) -> None:
         """`outgoing` leaves in round `name`, behind what the current stream was given so far."""
-        follow = self._lane.follow()
+        follow = self._lane.behind()
         with self._changed:
             messages, behind = self._kept.setdefault(name, ([], []))
             messages.extend(outgoing)

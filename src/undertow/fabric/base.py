@@ -146,7 +146,7 @@ class Lane(ABC):
         """As `exchange`, where all ranks come together, each with whatever it has, in the same order."""
         return self.exchange(outgoing, incoming)
 
-    def follow(self) -> Callable[[], None]:
+    def behind(self) -> Callable[[], None]:
         """What orders the stream of whoever calls it behind all that the current one was given so far."""
         return _pass
 

@@ -19,7 +19,7 @@ import copy
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .group import Group
 
 _FIRST_PART = 1 << 16  # tags below are the slots of the lane itself
+_ROUND = 1 << 8  # tags of rounds, above those of single messages
 _CARRIERS = ("auto", "backend", "host")
 
 
@@ -51,6 +52,7 @@ class NetLane(Lane):
         # A group of the backend "undertow" has its collectives from here: those of the backend behind it are meant.
         self._process_group: dist.ProcessGroup = getattr(group.process_group, "carrier", group.process_group)
         self._on_device = group.device.type == "cuda"
+        self.in_rounds = self._moves_in_rounds(apart)
         self._wire = group.gloo("lane net")  # of its own: a tag of the user's must never meet one of ours
         self._pending: list[tuple[dist.Work, torch.Tensor]] = []
         self._expected: dict[tuple[int, int], tuple[dist.Work, torch.Tensor]] = {}
@@ -58,21 +60,33 @@ class NetLane(Lane):
         self._next_part = itertools.count(_FIRST_PART, _FIRST_PART)
         if self._on_device:
             group.on_abort(self._abort)
-        self.in_rounds = self._moves_in_rounds(apart)
         if self.in_rounds and self._on_device:
-            self._meet()
+            met = InThread(self._meet)  # what blocks there, nothing could interrupt
+            group.complete(lambda: met, "the first round over net")
 
     def describe(self) -> str:
-        backend = self._process_group._get_backend(self._group.device).name()
+        backend = self._backend()
+        name = self._process_group.name() if backend is None else backend.name()
         if not self._on_device:
-            return f"torch.distributed ({backend})"
-        return f"torch.distributed ({backend}), messages {'by it' if self.in_rounds else 'through host memory'}"
+            return f"torch.distributed ({name})"
+        return f"torch.distributed ({name}), messages {'by it' if self.in_rounds else 'through host memory'}"
+
+    def _backend(self) -> Any:
+        """What the group has for tensors of its device; None if it has nothing."""
+        try:
+            return self._process_group._get_backend(self._group.device)
+        except RuntimeError:
+            return None
+
+    @property
+    def _starts_at_once(self) -> bool:
+        """Whether the backend starts messages both ways as one operation."""
+        return self._on_device and bool(getattr(self._backend(), "supports_coalescing", False))
 
     def _moves_in_rounds(self, apart: bool) -> bool:
         """Whether the backend itself carries rounds: the same on all ranks."""
-        at_once = self._process_group._get_backend(self._group.device).supports_coalescing
-        able = at_once or not self._on_device  # a CPU's messages block nobody
-        auto = self._on_device and apart and at_once
+        able = self._starts_at_once or not self._on_device  # a CPU's messages block nobody
+        auto = apart and self._starts_at_once
         said = self._group.exchange([settings.NET.get(), able, auto], "who carries messages over net")
         wanted = sorted({one for one, _, _ in said})
         if len(wanted) > 1 or wanted[0] not in _CARRIERS:
@@ -85,14 +99,15 @@ class NetLane(Lane):
 
     def _meet(self) -> None:
         """A first round of everybody with everybody: backends connect then, which no stream may wait behind."""
-        size, rank = self._group.size, self._group.rank
-        words = torch.zeros(2, size, dtype=torch.int32, device=self._group.device)
-        peers = [(rank + step) % size for step in range(1, size)]
-        self.round(
-            [Outgoing(peer, words[0, peer : peer + 1], None, 0, 0) for peer in peers],
-            [Incoming(peer, None, 0, 1, 0, words[1, peer : peer + 1]) for peer in peers],
-        )
-        torch.cuda.current_stream(self._group.device).synchronize()
+        size, rank, device = self._group.size, self._group.rank, self._group.device
+        with torch.cuda.device(device):
+            words = torch.zeros(2, size, dtype=torch.int32, device=device)
+            peers = [(rank + step) % size for step in range(1, size)]
+            self.round(
+                [Outgoing(peer, words[0, peer : peer + 1], None, 0, 0) for peer in peers],
+                [Incoming(peer, None, 0, 1, 0, words[1, peer : peer + 1]) for peer in peers],
+            )
+            torch.cuda.current_stream(device).synchronize()
 
     def part(self) -> NetLane:
         """A lane over the same wire with slots and a `flush` of its own. All ranks ask for their parts in one order."""
@@ -166,22 +181,31 @@ class NetLane(Lane):
     def _start_round(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], views: Sequence[torch.Tensor]
     ) -> list[dist.Work]:
-        backend, device = self._process_group, self._group.device
-        together = backend._get_backend(device).supports_coalescing
-        if together:
-            backend._start_coalescing(device)
-        works = []
-        for one, view in zip(incoming, views, strict=True):
-            self._check(one.peer)
-            works.append(backend.recv([_bytes(view)], one.peer, self._first_tag + one.slot))
-        for out in outgoing:
-            self._check(out.peer)
-            works.append(backend.send([_bytes(out.source)], out.peer, self._first_tag + out.slot))
-        return [backend._end_coalescing(device)] if together else works
+        for peer in (*(out.peer for out in outgoing), *(one.peer for one in incoming)):
+            self._check(peer)
+        comes = [([_bytes(view)], one.peer, self._tag_of(one.slot)) for one, view in zip(incoming, views, strict=True)]
+        leaves = [([_bytes(out.source)], out.peer, self._tag_of(out.slot)) for out in outgoing]
+        if not self._starts_at_once:
+            works = [self._wire.recv(*one) for one in comes]
+            return works + [self._wire.send(*one) for one in leaves]
+        group, device = self._process_group, self._group.device
+        group._start_coalescing(device)
+        try:
+            for coming in comes:
+                group.recv(*coming)
+            for leaving in leaves:
+                group.send(*leaving)
+        finally:  # what stays open would swallow all that follows
+            work = group._end_coalescing(device)
+        return [] if work is None else [work]
 
-    def follow(self) -> Callable[[], None]:
+    def _tag_of(self, slot: int) -> int:
+        """Of a message in a round: another one than that of `send`. NCCL knows none, but order."""
+        return self._first_tag + _ROUND + slot
+
+    def behind(self) -> Callable[[], None]:
         if not self._on_device:
-            return super().follow()
+            return super().behind()
         here = torch.cuda.current_stream(self._group.device).record_event()
         return lambda: torch.cuda.current_stream(self._group.device).wait_event(here)
 

@@ -100,10 +100,11 @@ class ColumnParallelLinear(Sharded):
             y = y.reshape(*x.shape[:-1], weight.shape[1])
         if self.gather_output:
             y = gather_columns(y, self.cut, self.group_name)
-        y = _as_given(y, mesh, Replicate() if self.gather_output else Shard(y.dim() - 1))
+        placement = Replicate() if self.gather_output else Shard(y.dim() - 1)
         if not self.several:
-            return y
-        return torch.split(y, list(self.cut.parts) if self.gather_output else self.cut.sizes(self.rank), -1)
+            return _as_given(y, mesh, placement)
+        parts = torch.split(y, list(self.cut.parts) if self.gather_output else self.cut.sizes(self.rank), -1)
+        return tuple(_as_given(part, mesh, placement) for part in parts)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features} of which {self.weight.shape[0]}, rank {self.rank}/{self.ranks}"

@@ -110,10 +110,12 @@ def all_gather_matmul(
     Both must be the same on all ranks.
     """
     if isinstance(w, torch.Tensor) and not gathered:
-        for name, one in (("bias", bias), ("activation", activation), ("out", out)):
-            if not (one is None or isinstance(one, str | torch.Tensor)):
+        for name, one in (("bias", bias), ("out", out)):
+            if not (one is None or isinstance(one, torch.Tensor)):
                 raise InvalidArgument(argument=name, was="several", must="one, as w is one weight")
-        assert isinstance(activation, str)
+        if not isinstance(activation, str):
+            was = "None" if activation is None else "several"
+            raise InvalidArgument(argument="activation", was=was, must="the name of one, as w is one weight")
         assert bias is None or isinstance(bias, torch.Tensor)
         assert out is None or isinstance(out, torch.Tensor)
         x, w, bias = autocast(x, w, bias)
@@ -148,7 +150,7 @@ def call(
     problem = Problem.of(
         OPERATOR, m, n, k, dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, shards=counts, bulk=on.fabric.bulk_copies,
-        together=on.fabric.together,
+        together=on.fabric.together, further=0 if arriving is None else arriving.columns,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
     same_on_all = f"M {m} in {counts}, K {k}, {dtype_name(x)}{'' if arriving is None else arriving.text}"
@@ -215,8 +217,8 @@ def run(
     gathered[firsts[rank] : firsts[rank] + x.shape[0]] = x
     shard = gathered[firsts[rank] : firsts[rank] + x.shape[0]]
     comes, goes, longest = _movements(problem, plan, rank, size)
-    carrier = Carrier(fabric, lane, x, k * longest)
     product = product_of(fabric, problem, plan, gathered, w, y.view(-1), None if finish.nothing else finish)
+    carrier = Carrier(fabric, lane, x, k * longest, beside_waiting=product.waits_for_rows)
 
     def bring(parcel: int) -> None:
         """My rows leave for those who need them in this parcel, theirs come."""

@@ -50,6 +50,10 @@ class Taking(Protocol):
         """What has been computed, to be poisoned where the rows were not right."""
 
     @property
+    def columns(self) -> int:
+        """Columns of a further product that would take as long as what is computed of the rows."""
+
+    @property
     def text(self) -> str:
         """What ranks must agree on, for comparing calls."""
 
@@ -90,6 +94,10 @@ class Arriving:
         self.add([(0, z.shape[0])])
         if self._wants_bias:
             self._summed = self.bias
+
+    @property
+    def columns(self) -> int:
+        return self._x.shape[1]
 
     @property
     def made(self) -> list[torch.Tensor]:

@@ -6,8 +6,9 @@ The product with most columns is an `all_gather_matmul` like any other; rows are
 come, or, where one kernel brings them all, behind it. Weights that are one in memory (`nn.ColumnParallelLinear`) are
 better: one product for all.
 
-With gradients the weights are put side by side, so that one sum of dx moves, beneath one product; what is given back as
-gathered rows sends its gradient to the rows' owners.
+With gradients the weights are put side by side, which costs a copy of them until the backward pass is over, so that one
+sum of dx moves, beneath one product; results are then columns of one tensor. What is given back as gathered rows sends
+its gradient to the rows' owners, whether it was used or not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..fabric.group import Group
-from ..fabric.registry import as_group
+from ..fabric.registry import as_group, named
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish
 from .library import all_gather_matmul, all_gather_matmul_whole
@@ -66,6 +67,10 @@ class Further:
     @property
     def made(self) -> list[torch.Tensor]:
         return list(self.outputs)
+
+    @property
+    def columns(self) -> int:
+        return sum(one.w.shape[1] for one in self._products)
 
     @property
     def text(self) -> str:
@@ -114,7 +119,10 @@ def several(
     x, weights, biases = cast[0][0], [one for _, one, _ in cast], [one for _, _, one in cast]
     if differentiable(x, *weights, *biases):
         refuse_in_place(out=out)
-        return _side_by_side(x, weights, gathered, rows, biases, activations, name_of(group), strategy, plan)
+        name = name_of(group)
+        # While torch traces no group is looked up; the operator's shape rule has one.
+        _check(x, weights, biases, activations, None if torch.compiler.is_compiling() else named(name))
+        return _side_by_side(x, weights, gathered, rows, biases, activations, name, strategy, plan)
     outs = _each("out", [out] if isinstance(out, torch.Tensor) else out, None, len(given))
     return call(x, weights, gathered, rows, biases, activations, as_group(group), strategy, plan, outs)
 
@@ -135,9 +143,7 @@ def call(
     from .all_gather_matmul import call as gather_and_multiply
     from .all_gather_matmul import row_counts
 
-    for one, its, activation in zip(weights, biases, activations, strict=True):
-        check_factors(x, one, on)
-        check_finish(its, activation, one.shape[1], x)
+    _check(x, weights, biases, activations, on)
     m = sum(row_counts(rows, x.shape[0], on))
     widest = max(range(len(weights)), key=lambda index: weights[index].shape[1])
     results = [output(place, (m, one.shape[1]), x, one) for place, one in zip(outs, weights, strict=True)]
@@ -146,11 +152,24 @@ def call(
         Product(weights[index], results[index], Finish(biases[index], activations[index])) for index in others
     ]  # fmt: skip
     whole = x.new_empty(m, x.shape[1]) if gathered else None
+    further = Further(products, whole) if products or whole is not None else None
     gather_and_multiply(
-        x, weights[widest], rows, biases[widest], activations[widest], on, strategy, plan, results[widest],
-        Further(products, whole),
+        x, weights[widest], rows, biases[widest], activations[widest], on, strategy, plan, results[widest], further
     )  # fmt: skip
     return results, whole
+
+
+def _check(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    activations: Sequence[str],
+    on: Group | None,
+) -> None:
+    for one, its, activation in zip(weights, biases, activations, strict=True):
+        if on is not None:
+            check_factors(x, one, on)
+        check_finish(its, activation, one.shape[1], x)
 
 
 def _side_by_side(
@@ -165,19 +184,25 @@ def _side_by_side(
     plan: Plan | None,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """As one product, which autograd and tracers know."""
-    turned = all(is_transposed(one) for one in weights)
-    w = torch.cat([one.t() for one in weights]).t() if turned else torch.cat(list(weights), 1)
-    bias = None
-    if any(one is not None for one in biases):
-        zeros = [x.new_zeros(one.shape[1]) for one in weights]
-        bias = torch.cat([one if one is not None else none for one, none in zip(biases, zeros, strict=True)])
+    w, bias = weights[0], biases[0]
+    if len(weights) > 1:
+        turned = all(is_transposed(one) for one in weights)
+        w = torch.cat([one.t() for one in weights]).t() if turned else torch.cat(list(weights), 1)
+        if any(one is not None for one in biases):
+            zeros = [x.new_zeros(one.shape[1]) for one in weights]
+            bias = torch.cat([one if one is not None else none for one, none in zip(biases, zeros, strict=True)])
     whole = None
     if gathered:
         y, whole = all_gather_matmul_whole(x, w, bias, rows, group, strategy, held(plan))
     else:
         y = all_gather_matmul(x, w, bias, rows, group, strategy, held(plan))
-    parts = torch.split(y, [one.shape[1] for one in weights], 1)
-    return [finished(part, activation) for part, activation in zip(parts, activations, strict=True)], whole
+    if len(weights) == 1:
+        return [finished(y, activations[0])], whole
+    parts, first = [], 0
+    for one, activation in zip(weights, activations, strict=True):  # each a view of its own: it may be changed in place
+        parts.append(finished(y.narrow(1, first, one.shape[1]), activation))
+        first += one.shape[1]
+    return parts, whole
 
 
 def _each(name: str, given: Sequence[Each] | None, usual: Each, count: int) -> list[Each]:

@@ -6,6 +6,7 @@
 | replicated_matmul | matmul_all_reduce(dz, w^T) | the sum of dx, beneath its own matmul and that of dw |
 | matmul_reduce_scatter | all_gather_matmul(dz, w^T) | the gather of dz, once, beneath the matmuls of dx and dw |
 | all_gather_matmul | matmul_reduce_scatter(dz, w^T) | a second gather of x beneath the matmul of dx, dx beneath dw |
+| all_gather_matmul_whole | the same, and the sum of the rows' own gradient | as above; that sum follows, by itself |
 | matmul_all_to_all | all_to_all_matmul(dz, w^T) | the rows of dz, beneath the matmuls of dx and dw |
 | all_to_all_matmul | matmul_all_to_all(dz, w^T) | the rows of dx, beneath their own matmul and that of dw |
 

@@ -51,6 +51,8 @@ def identity(group: Group) -> str:
     pace = settings.DMA_PACE.get().strip()
     if kind == "cpu" and pace:
         parts.append(f"dma paced to {pace}")
+    if group.fabric.lane("net").in_rounds:
+        parts.append("messages over net in rounds")
     return ", ".join(parts)
 
 

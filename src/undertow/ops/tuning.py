@@ -103,7 +103,8 @@ def _key(problem: Problem) -> Key:
         n = _octave(n)
     else:
         k = _octave(k)
-    return problem.name, rows, n, k, problem.experts, problem.dtype
+    further = _octave(problem.further) if problem.further else -1
+    return problem.name, rows, n, k, problem.experts, further, problem.dtype
 
 
 def _octave(size: int) -> int:
@@ -179,9 +180,9 @@ def _decide(request: Request, session: _Session | None) -> Choice:
 
 def _shared(problem: Problem, group: Group) -> Problem:
     """The problem that all ranks plan for: with the longest part of what may differ. Others must be equal."""
-    mine = [problem.m, list(problem.shards), problem.n, problem.k, problem.multiprocessors]
+    mine = [problem.m, list(problem.shards), problem.n, problem.k, problem.multiprocessors, problem.further]
     sizes = group.exchange(mine, "the sizes of a problem")
-    ours = [1, 1, 0, 1, 0] if problem.operator == "all_gather_matmul" else [1, 1, 1, 0, 0]
+    ours = [1, 1, 0, 1, 0, 0] if problem.operator == "all_gather_matmul" else [1, 1, 1, 0, 0, 0]
     for rank, theirs in enumerate(sizes):
         if any(must and one != other for must, one, other in zip(ours, sizes[0], theirs, strict=True)):
             raise MismatchedCall(
@@ -197,11 +198,12 @@ def _shared(problem: Problem, group: Group) -> Problem:
         n=max(one[2] for one in sizes),
         k=max(one[3] for one in sizes),
         multiprocessors=min(one[4] for one in sizes),
+        further=max(one[5] for one in sizes),
     )
 
 
 def _sizes_text(problem: Problem, sizes: list[Any]) -> str:
-    m, shards, *both, _ = sizes
+    m, shards, *both, _, _ = sizes
     n, k = reversed(both) if problem.mirrored else both
     return f"{problem.name}(M {m} in shards {shards}, N {n}, K {k}, {problem.dtype})"
 

@@ -40,7 +40,8 @@ class Problem:
 
     `bulk`: whether the GPU has bulk copies (TMA), with which tiles may be larger. `together`: whether all ranks share
     one GPU, so that its memory is everybody's. `experts`: how many weights a rank's rows are multiplied by.
-    `mirrored`: whether it is all_to_all_matmul, planned as a matmul_all_to_all.
+    `mirrored`: whether it is all_to_all_matmul, planned as a matmul_all_to_all. `further`: columns of what else is
+    computed of gathered rows, in terms of the product; predictions leave it out, as every plan has it.
     """
 
     operator: str
@@ -57,6 +58,7 @@ class Problem:
     together: bool = False
     experts: int = 1
     mirrored: bool = False
+    further: int = 0
 
     def __post_init__(self) -> None:
         _one_of("operator", self.operator, (*OPERATORS, EMBEDDING))
@@ -86,6 +88,7 @@ class Problem:
         shards: Sequence[int] | None = None,
         bulk: bool = True,
         together: bool = False,
+        further: int = 0,
     ) -> Problem:
         """The problem with the usual shards, or with those given, and the item size of its dtype."""
         _one_of("dtype", dtype, tuple(ITEM_SIZES))
@@ -93,7 +96,8 @@ class Problem:
             parts = 1 if operator == "matmul_all_reduce" else max(1, ranks)
             shards = [stop - start for start, stop in split(m, parts)]
         size, counts = ITEM_SIZES[dtype], tuple(map(int, shards))
-        return Problem(operator, m, n, k, dtype, size, ranks, counts, device, multiprocessors, bulk, together)
+        found = Problem(operator, m, n, k, dtype, size, ranks, counts, device, multiprocessors, bulk, together)
+        return replace(found, further=further)
 
     @staticmethod
     def for_splits(
@@ -181,6 +185,7 @@ class Problem:
         if self.operator == TOKENS:
             rows, shards = f"upto{1 << max(0, self.m - 1).bit_length()}" if self.m else "none", ""
         experts = f"-{self.experts}experts" if self.experts > 1 else ""
+        experts += f"-{self.further}further" if self.further else ""
         text = (
             f"{self.name}-{rows}x{n}x{k}{experts}-{self.dtype}-{self.ranks}ranks"
             f"-{self.device}{self.multiprocessors}{'' if self.bulk else '-plain'}{'-together' if self.together else ''}"

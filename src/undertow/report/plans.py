@@ -34,19 +34,28 @@ def tune_rank(
     """One rank's part in `undertow plan tune`: m, n and k as in `plan.problem`. `experts`: a rank's weights, of tokens
     that are cut evenly over those of all."""
     group = init()
-    rows = [stop - start for start, stop in split(m, group.size)]
+    rows = _cut(m, group.size)
     options: dict[str, Any] = {"rows": rows} if operator == "all_gather_matmul" else {}
     mine = rows[group.rank] if operator == "all_gather_matmul" else m
     place: dict[str, Any] = {"dtype": getattr(torch, dtype), "device": group.device}
     x, w = torch.ones(mine, k, **place), torch.ones(k, n, **place)
-    if experts > 1:
-        counts = [stop - start for start, stop in split(m, group.size * experts)]
-        sizes = [counts[rank * experts : (rank + 1) * experts] for rank in range(group.size)]
-        options, w = {"group_sizes": [sizes] * group.size}, torch.ones(experts, k, n, **place)
+    if operator in ("matmul_all_to_all", "all_to_all_matmul"):  # every rank sends m rows, and gets as many
+        sizes = [
+            [_cut(rows[(source + rank) % group.size], experts) for rank in range(group.size)]
+            for source in range(group.size)
+        ]
+        if experts > 1:
+            options, w = {"group_sizes": sizes}, torch.ones(experts, k, n, **place)
+        else:
+            options = {"splits": [[sum(one) for one in row] for row in sizes]}
     tune(_OPERATORS[operator], x, w, budget_seconds=budget_seconds, **options)
     found = explain()
     assert found is not None
     return found
+
+
+def _cut(rows: int, parts: int) -> list[int]:
+    return [stop - start for start, stop in split(rows, parts)]
 
 
 def render_choice(found: Explanation, title: str) -> Table:
