@@ -18,7 +18,7 @@ from undertow.kernels import ahead, fused_decode, gemm, packets, poison
 
 MODULES = (fused_decode, packets, poison, ahead, gemm)
 LINE = 4  # words: as many as a warp has threads
-DEADLINE = 4
+DEADLINE = 2
 FOREVER = 1 << 40
 POISON = 0xFFFF  # an element of 16 bits
 Changes = Callable[[Any], None]
@@ -37,7 +37,8 @@ class Rank:
 @dataclass(frozen=True)
 class Case:
     """`chained`: what a call sums is the next call's x; else each has its own. `apart`: each rank has a GPU of its own,
-    else all have one; `room`: CTAs that a GPU has places for. `missing`: the calls that the last rank does not make."""
+    else all have one; `room`: CTAs that a GPU has places for. Of the last rank, `missing`: the calls that it does not
+    make; `lost`: it ends somewhere in a call; `silent`: in its last call the first CTA does not begin."""
 
     ranks: tuple[Rank, ...] = (Rank(summing=2), Rank())
     rows: int = 1
@@ -51,7 +52,13 @@ class Case:
     apart: bool = True
     room: int = 64
     missing: int = 0
+    lost: bool = False
+    silent: bool = False
     idle: bool = False  # launches of no CTA that does anything, between the calls
+
+    @property
+    def fails(self) -> bool:
+        return bool(self.missing or self.lost or self.silent)
 
 
 def finished(total: Any, ACTIVATION: int) -> Any:
@@ -96,7 +103,7 @@ class Node:
         bases, packets = Pointer(gpus.hold(self.bases), wide), Pointer(self.bases[number], wide)
         epochs, taken = (Pointer(gpus.hold(one[number]), whole) for one in (self.epochs, self.taken))
         abort = Pointer(gpus.hold(self.error[number]), whole)
-        deadline = DEADLINE if case.missing or gpus.hurry else FOREVER
+        deadline = DEADLINE if case.fails or gpus.hurry else FOREVER
 
         def launch(call: int, counts: tuple[int, int]) -> None:
             sizes = [tensor(one, np.int32) for one in (case.rows, case.n, case.n, *counts)]
@@ -124,6 +131,11 @@ class Node:
         shared = [case.room]
         for number in range(len(case.ranks)):
             self.add(number, [case.room] if case.apart else shared)
+        if case.silent:
+            gpus.streams[-1].silent = case.calls - 1, 0
+        if case.lost:
+            each = case.rows * case.n // 2 * case.split * len(case.ranks)  # and a few more, of counts and sums
+            gpus.streams[-1].stores = gpus.draw.randrange(case.calls * (each + 10))
         gpus.run()
 
     def want(self) -> list[Any]:
@@ -136,12 +148,13 @@ class Node:
         return [one.astype(np.float16).view(np.uint16) for one in found]
 
 
-def run(case: Case, seed: int, changes: Changes = lambda modules: None, hurry: int = 0) -> Node:
-    """All calls of a case, in an order; everybody comes to an end."""
-    gpus = Gpus(seed, hurry, 200 if case.missing or hurry else 0)
+def run(case: Case, seed: int, changes: Changes = lambda modules: None, hurry: int = 0, patient: bool = True) -> Node:
+    """All calls of a case, in an order; everybody comes to an end. `hurry`: as often, time passes while others could go
+    on; `patient`: who waits for others to leave before it poisons what they store has more time than they need."""
+    gpus = Gpus(seed, hurry, 200 if case.fails or hurry else 0)
     node = Node(case, gpus)
     with plain(*MODULES):
-        said, spoken = launching(gpus), language(gpus)
+        said, spoken = launching(gpus, patient), language(gpus)
         for module in MODULES:
             module.tl = spoken  # type: ignore[attr-defined]
         ahead.gdc_wait, ahead.gdc_launch_dependents = said.gdc_wait, said.gdc_launch_dependents
@@ -168,3 +181,16 @@ def check(node: Node, calls: int | None = None) -> None:
         assert taken[(case.calls + 1) % 2, :2].tolist() == [0, 0]  # for the next call
         assert taken[case.calls % 2, :2].tolist() == [sum(node.counts(rank)), rank.summing]
         assert not node.error[number].any()
+
+
+def check_failed(node: Node) -> None:
+    """Of what a rank has of a call, all is right or all is poisoned, which its error word tells."""
+    case, lost = node.case, node.case.fails
+    want = node.want()
+    for number in range(len(case.ranks) - lost):
+        poisoned = [bool((got == POISON).all()) for got in node.out[number]]
+        for call, got in enumerate(node.out[number]):
+            assert poisoned[call] or np.array_equal(got, want[call]), f"call {call} of rank {number} is mixed"
+        assert node.error[number].tolist() == ([1, 2] if any(poisoned) else [0, 0])
+        for call in range(case.calls - max(case.missing, case.silent), case.calls):
+            assert poisoned[call], f"call {call} of rank {number} cannot be right"

@@ -25,7 +25,7 @@ class Gpu(World):
         super().__init__(seed)
         self.issued: defaultdict[Role, deque[Multiplication]] = defaultdict(deque)  # not waited for
 
-    def events(self) -> Iterator[tuple[int, Callable[[], None]]]:
+    def events(self) -> Iterator[tuple[float, Callable[[], None]]]:
         yield from super().events()
         for every in self.issued.values():
             reads = [one.read for one in every if not one.done]

@@ -56,7 +56,9 @@ def _parsed(text: str) -> tuple[list[Line], dict[str, int]]:
         while found := _LABEL.match(statement):
             labels[found.group(1)] = len(lines)
             statement = statement[found.end() :]
-        guard, _, rest = statement.strip().rpartition("@")[2].partition(" ") if "@" in statement else ("", "", statement)
+        guard, _, rest = (
+            statement.strip().rpartition("@")[2].partition(" ") if "@" in statement else ("", "", statement)
+        )
         parts = rest.split(None, 1)
         if parts and not parts[0].startswith("."):
             operands = tuple(_OPERAND.findall(parts[1])) if len(parts) > 1 else ()

@@ -17,11 +17,12 @@ from typing import Any
 
 import triton.language as tl
 
-PACES = (1, 4, 64)
+PACES = (1, 16, 256)
+_MOST = 200_000  # turns: more than any world needs
 
 
 class Deadlock(AssertionError):
-    """Nobody can go on, and not all are done."""
+    """Not all are done, and nobody can go on, or those who can come to no end."""
 
 
 class _Stop(BaseException):
@@ -71,6 +72,7 @@ class World:
         self.stopped = False
         self.failed: BaseException | None = None
         self._active: list[Role] = []
+        self._turns = 0
         self._ended = threading.Lock()
         self._ended.acquire()
 
@@ -84,14 +86,18 @@ class World:
         role = self.current
         role.ready = ready
         following = self._chosen()
-        assert following is not None
         if following is not role:
-            following.go.release()
+            (self._ended if following is None else following.go).release()
             role.go.acquire()
             if self.stopped:
                 raise _Stop
 
-    def events(self) -> Iterable[tuple[int, Callable[[], None]]]:
+    def abandon(self, lost: Callable[[Any], bool]) -> None:
+        """Those in such places never go on, nor does who calls, who is one of them."""
+        self._active = [role for role in self._active if not lost(role.place)]
+        self.pause()
+
+    def events(self) -> Iterable[tuple[float, Callable[[], None]]]:
         """What may happen by itself now, each with its pace."""
         return ((self.pace, lambda one=one: self._happens(one)) for one in self.under_way)  # type: ignore[misc]
 
@@ -140,6 +146,9 @@ class World:
                 chosen = self.draw.choices(able, paces)[0]
                 if isinstance(chosen, Role):
                     self.current = chosen
+                    self._turns += 1
+                    if self._turns > _MOST:
+                        raise Deadlock("some go round and round")
                     return chosen
                 chosen()
             elif not self._active:

@@ -80,12 +80,12 @@ class _Memory:
         if warp.number == 0:
             self.gpus.pause()
             address = np.asarray(pointer.address).reshape(1)
-            if "rel" in sem:
+            if sem in ("release", "acq_rel"):
                 warp.covered()
             if value == 0 and cta.polled:
                 warp.wait_for_change(cta.polled)
             before = warp.load(address, pointer.dtype.element_ty.kind)
-            cta.results[number] = int(before[0])
+            cta.results[number] = cta.published = int(before[0])
             if value:
                 self.gpus.put(address, before + value)
             else:
@@ -93,7 +93,8 @@ class _Memory:
 
         def find() -> int:
             warp.meet()
-            return cta.results[number]
+            # Warps that decide by their own clocks may part: then what was published last is still there.
+            return cta.results.get(number, cta.published)
 
         return Outcome(find)
 
@@ -177,7 +178,8 @@ def language(gpus: Gpus) -> types.SimpleNamespace:
 
     return types.SimpleNamespace(
         **elements, constexpr=None, pointer_type=PointerTo, load=memory.load, store=memory.store,
-        atomic_add=memory.atomic_add, debug_barrier=lambda: memory.warp.meet(), inline_asm_elementwise=_Assembly(memory),
+        atomic_add=memory.atomic_add, debug_barrier=lambda: memory.warp.meet(),
+        inline_asm_elementwise=_Assembly(memory),
         program_id=lambda axis: tensor(memory.warp.cta.program, np.int32),
         num_programs=lambda axis: tensor(memory.warp.cta.launch.ctas, np.int32),
         where=_where, max=maximum, sum=lambda value, axis: value.sum(axis), static_assert=static_assert,
@@ -186,15 +188,15 @@ def language(gpus: Gpus) -> types.SimpleNamespace:
         range=lambda *bounds, **how: range(*bounds), cast=lambda value, kind: tensor(value, kind.kind),
         zeros=lambda shape, kind: tensor(np.zeros(shape, kind.kind)), zeros_like=lambda one: tensor(np.zeros_like(one)),
         full=lambda shape, value, kind: tensor(np.full(shape, value, kind.kind)),
-        arange=lambda first, end: tensor(np.arange(first, end, dtype=np.int32)), reshape=lambda one, to: one.reshape(to),
-        permute=lambda one, axes: one.transpose(axes), split=_split,
+        arange=lambda first, end: tensor(np.arange(first, end, dtype=np.int32)), split=_split,
+        reshape=lambda one, to: one.reshape(to), permute=lambda one, axes: one.transpose(axes),
         join=lambda low, high: tensor(np.stack([low, high], -1)),
         dot=lambda a, b, total: tensor(total + a.astype(np.float32) @ b.astype(np.float32)),
     )  # fmt: skip
 
 
-def launching(gpus: Gpus) -> types.SimpleNamespace:
-    """What a launch has to do with the one before and the one behind it, and the clock."""
+def launching(gpus: Gpus, patient: bool) -> types.SimpleNamespace:
+    """What a launch has to do with the one before and the one behind it, and the clock: `patient`, the idle one."""
 
     def wait() -> None:
         before = gpus.current.place.cta.launch.before
@@ -206,5 +208,5 @@ def launching(gpus: Gpus) -> types.SimpleNamespace:
         cta.launch.said.add(cta.program)
 
     return types.SimpleNamespace(
-        gdc_wait=wait, gdc_launch_dependents=let_in, globaltimer=lambda: gpus.current.place.time()
+        gdc_wait=wait, gdc_launch_dependents=let_in, globaltimer=lambda: gpus.current.place.time(patient)
     )

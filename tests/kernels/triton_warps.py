@@ -28,6 +28,7 @@ import numpy as np
 from random_orders import PACES, World
 
 WARPS, THREADS = 2, 4  # of a CTA, of a warp: small, as are the lines of memory
+LANDING = (1 / 32, 2, 64)  # paces of stores: some land late
 _REGION = 40  # bits of an address that tell where in a region
 
 
@@ -81,10 +82,15 @@ class Store:
     warp: Warp
     addresses: Any
     values: Any
-    pace: int
+    pace: float
     after: list[Store]
     landed: bool = False
     met: bool = False  # the CTA's warps have met since
+
+    def touches(self, addresses: Any, size: int) -> bool:
+        """Whether these elements, or what is between them, lie where it lands, or between that."""
+        ends_before = self.addresses.max() + self.values.itemsize <= addresses.min()
+        return not (ends_before or addresses.max() + size <= self.addresses.min())
 
 
 class Cta:
@@ -94,6 +100,7 @@ class Cta:
         self.running, self.arrived, self.meetings = WARPS, 0, 0
         self.brought: defaultdict[int, bool] = defaultdict(bool)
         self.results: dict[int, int] = {}  # of atomics
+        self.published = 0  # the last of them
         self.polled: dict[Any, int] = {}
         self.parts: defaultdict[int, list[Any]] = defaultdict(list)
         self.waiting: list[Store] = []
@@ -122,25 +129,29 @@ class Warp:
             self.gpu.pause(lambda: cta.meetings != mine)
         return cta.brought[mine]
 
-    def covered(self, addresses: Any = None) -> None:
-        """What a release of this warp covers lands; or only what is at these addresses."""
+    def follows(self, one: Store) -> bool:
+        """Whether that store comes before whatever this warp does now."""
+        return one.met or one.warp is self
+
+    def covered(self, addresses: Any = None, size: int = 0) -> None:
+        """What a release of this warp covers lands; or only what lies where these elements do."""
         for one in list(self.cta.waiting):
-            mine = one.met or one.warp is self
-            if not one.landed and mine and (addresses is None or _overlap(one.addresses, addresses)):
+            if not one.landed and self.follows(one) and (addresses is None or one.touches(addresses, size)):
                 for older in [*one.after, one]:
                     self.gpu.land(older)
 
     def load(self, addresses: Any, kind: Any) -> Any:
         if self.cta.waiting:
-            self.covered(addresses)
+            self.covered(addresses, np.dtype(kind).itemsize)
         return self.gpu.memory(addresses, kind)
 
     def store(self, addresses: Any, values: Any) -> None:
         """In two parts."""
+        self.cta.launch.stream.live_on()
         for where, what in zip(np.array_split(addresses, 2), np.array_split(values, 2), strict=True):
             if len(where):
-                older = [one for one in self.cta.waiting if _overlap(one.addresses, where)]
-                self.cta.waiting.append(Store(self, where, what, self.gpu.draw.choice(PACES), older))
+                older = [one for one in self.cta.waiting if self.follows(one) and one.touches(where, what.itemsize)]
+                self.cta.waiting.append(Store(self, where, what, self.gpu.draw.choice(LANDING), older))
                 self.gpu.waiting.append(self.cta.waiting[-1])
 
     def held(self, size: int, once: bool) -> Any:
@@ -161,9 +172,9 @@ class Warp:
             self.covered()
         self.store(np.array([address]), np.array([value], f"u{size}"))
 
-    def time(self) -> int:
+    def time(self, patient: bool = False) -> int:
         self.gpu.pause()
-        return self.gpu.clock
+        return self.gpu.idle_clock if patient else self.gpu.clock
 
     def seen(self, address: int | None) -> tuple[Any, int]:
         if address is None:
@@ -176,10 +187,6 @@ class Warp:
             return any((clock if place == "clock" else self.gpu.writes[place]) != was for place, was in seen.items())
 
         self.gpu.pause(changed)
-
-
-def _overlap(one: Any, other: Any) -> bool:
-    return bool(one.min() - 8 < other.max() + 1 and other.min() - 8 < one.max() + 1)
 
 
 @dataclass(eq=False)
@@ -211,11 +218,22 @@ class Stream:
         self.launches: list[Launch] = []
         self.asked = 0  # launches that the host has asked for
         self.pace = world.draw.choice(PACES)
+        self.silent: tuple[int, int] | None = None  # a launch, and a CTA of it that never begins
+        self.stores: int | None = None  # with which its GPU is lost; what it has stored may still land
 
     def add(self, ctas: int, work: Callable[[], None]) -> None:
         self.launches.append(Launch(self, work, ctas, self.launches[-1] if self.launches else None))
 
-    def events(self) -> Iterator[tuple[int, Callable[[], None]]]:
+    def live_on(self) -> None:
+        """Before each store."""
+        if self.stores is not None:
+            if not self.stores:
+                self.world.abandon(lambda warp: warp.cta.launch.stream is self)
+            self.stores -= 1
+
+    def events(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        if self.stores == -1:
+            return
         if self.asked < len(self.launches):
             yield self.pace, self._ask
         for launch in self.launches[: self.asked]:
@@ -234,12 +252,15 @@ class Stream:
         cta = Cta(launch, launch.begun)
         launch.begun += 1
         launch.every.append(cta)
+        if self.silent == (self.launches.index(launch), cta.program):
+            return
         for warp in cta.warps:
             self.world.start(warp, lambda warp=warp: self._run(warp))  # type: ignore[misc]
 
     def _run(self, warp: Warp) -> None:
         cta, launch = warp.cta, warp.cta.launch
-        launch.work()
+        with np.errstate(over="ignore", invalid="ignore"):  # poison, which may be read by the next call
+            launch.work()
         cta.running -= 1
         cta.meet_if_all()
         if not cta.running:
@@ -252,13 +273,15 @@ class Gpus(World):
     """All of the ranks' GPUs, and their memory."""
 
     def __init__(self, seed: int, hurry: int = 0, jumps: int = 0) -> None:
-        """`hurry`: how often time passes while others could go on; `jumps`: how often when nobody can."""
+        """`hurry`: how often time passes while others could go on; `jumps`: how often when nobody can. `idle_clock`: as
+        if time passed only then."""
         super().__init__(seed)
         self.regions: list[Any] = []
         self.writes: defaultdict[int, int] = defaultdict(int)
         self.waiting: list[Store] = []
         self.streams: list[Stream] = []
-        self.clock, self.step, self.hurry, self.jumps = 1, 1, hurry, jumps
+        self.rush = self.draw.choice((1 / 4, 2, 16))  # the pace of time
+        self.clock, self.idle_clock, self.hurry, self.jumps = 1, 1, hurry, jumps
 
     def hold(self, array: Any) -> int:
         """The address of this memory."""
@@ -282,23 +305,24 @@ class Gpus(World):
         region[at] = values
         self.writes[int(addresses.flat[0]) >> _REGION] += 1
 
-    def events(self) -> Iterator[tuple[int, Callable[[], None]]]:
+    def events(self) -> Iterator[tuple[float, Callable[[], None]]]:
         for one in self.waiting:
             if all(older.landed for older in one.after):
                 yield one.pace, lambda one=one: self.land(one)  # type: ignore[misc]
         for stream in self.streams:
             yield from stream.events()
         if self.hurry:
-            yield 1, self._hurry
+            yield self.rush, self._hurry
 
     def stuck(self) -> bool:
         self.jumps -= 1
-        self.clock += self.step
+        self.clock += 1
+        self.idle_clock += 1
         return self.jumps >= 0
 
     def _hurry(self) -> None:
         self.hurry -= 1
-        self.clock += self.step
+        self.clock += 1
 
     def _place(self, addresses: Any, kind: Any) -> tuple[Any, Any]:
         first = int(addresses.flat[0]) >> _REGION
@@ -309,4 +333,3 @@ class Gpus(World):
         assert inside.min() >= 0
         assert inside.max() < len(region) * size, "beyond the end of memory"
         return region, inside // size
-
