@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from decode_node import POISON, Case, Changes, Node, Rank, check, check_failed, run
 from fused_builds import decode
