@@ -93,8 +93,12 @@ class _Memory:
 
         def find() -> int:
             warp.meet()
-            # Warps that decide by their own clocks may part: then what was published last is still there.
-            return cta.results.get(number, cta.published)
+            if number not in cta.results:
+                # Warps that decide by their own clocks may part: then what was published last is still there, and those
+                # who still wait do so for time to pass.
+                warp.wait_for_change(dict([warp.seen(None)]))
+                return cta.published
+            return cta.results[number]
 
         return Outcome(find)
 
