@@ -1,119 +1,36 @@
 """The roles of a warp-specialised Gluon kernel, run without a GPU: its own Python, on a stand-in for Gluon's language.
 
-Roles are threads of which one runs at a time, and hand over at every barrier, load and store of shared memory. Who goes
-on is drawn at random, some much more often than others; so is when a bulk copy lands and when a wgmma reads its stages,
-between its issue and the wait for it. So a hand-over that is missing shows as wrong numbers, one that never comes as
-`Deadlock`. A role or group is one thread here: what its own warps must wait for, and all of memory ordering, is for
-those who read the PTX.
+Roles hand over at every barrier, load and store of shared memory (`random_orders.py`). It is drawn at random, too, when
+a bulk copy lands and when a wgmma reads its stages, between its issue and the wait for it. So a hand-over that is
+missing shows as wrong numbers, one that never comes as `Deadlock`. A role or group is one thread here: what its own
+warps must wait for, and all of memory ordering, is for those who read the PTX.
 """
 
 from __future__ import annotations
 
-import random
-import threading
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from triton.experimental.gluon import language as gluon
+from random_orders import Role, World, plain
 
 
-class Deadlock(AssertionError):
-    """Nobody can go on, and not all are done."""
-
-
-class _Stop(BaseException):
-    """Ends a role whose world has come to its end."""
-
-
-class Role:
-    """A thread that runs when the world says so."""
-
-    def __init__(self, world: World, program: int, work: Callable[[], None]) -> None:
-        self.world, self.program, self.work = world, program, work
-        self.ready: Callable[[], bool] = lambda: True
-        self.over = False
-        self.pace = world.draw.choice((1, 4, 64))
-        self.go = threading.Semaphore(0)
-        self.issued: deque[Multiplication] = deque()  # not waited for
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        self.go.acquire()
-        try:
-            if not self.world.stopped:
-                self.work()
-        except _Stop:
-            pass
-        except BaseException as error:
-            self.world.failed = self.world.failed or error
-        self.over = True
-        self.world.back.release()
-
-
-class World:
-    """All roles of all CTAs, and what is under way between them."""
+class Gpu(World):
+    """With bulk copies, which are under way, and each role's own wgmma, which read in their order."""
 
     def __init__(self, seed: int) -> None:
-        self.draw = random.Random(seed)
-        self.roles: list[Role] = []
-        self.current: Role
-        self.under_way: list[Callable[[], None]] = []  # bulk copies
-        self.pace = self.draw.choice((1, 4, 64))  # of what is under way
-        self.back = threading.Semaphore(0)
-        self.stopped = False
-        self.failed: BaseException | None = None
+        super().__init__(seed)
+        self.issued: defaultdict[Role, deque[Multiplication]] = defaultdict(deque)  # not waited for
 
-    def start(self, program: int, work: Callable[[], None]) -> Role:
-        self.roles.append(Role(self, program, work))
-        return self.roles[-1]
-
-    def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Hand over, until it is this role's turn again and it may go on."""
-        role = self.current
-        role.ready = ready
-        self.back.release()
-        role.go.acquire()
-        if self.stopped:
-            raise _Stop
-
-    def run(self) -> None:
-        """Until all roles are done."""
-        try:
-            while not all(role.over for role in self.roles):
-                self._step()
-        finally:
-            self.stopped = True
-            for role in self.roles:
-                role.go.release()
-                role.thread.join()
-        if self.failed is not None:
-            raise self.failed
-
-    def _step(self) -> None:
-        able: list[Any] = [role for role in self.roles if not role.over and role.ready()]
-        paces = [role.pace for role in able]
-        able += [role.issued for role in self.roles if any(not one.done for one in role.issued)]
-        able += self.under_way
-        if not able:
-            raise Deadlock(f"{sum(not role.over for role in self.roles)} of {len(self.roles)} roles wait for ever")
-        paces += [self.pace] * (len(able) - len(paces))
-        chosen = self.draw.choices(able, paces)[0]
-        if isinstance(chosen, Role):
-            self.current = chosen
-            chosen.go.release()
-            self.back.acquire()
-            if self.failed is not None:
-                raise self.failed
-        elif isinstance(chosen, deque):
-            next(one for one in chosen if not one.done).read()
-        else:
-            self.under_way.remove(chosen)
-            chosen()
+    def events(self) -> Iterator[tuple[float, Callable[[], None]]]:
+        yield from super().events()
+        for every in self.issued.values():
+            reads = [one.read for one in every if not one.done]
+            if reads:
+                yield self.pace, reads[0]
 
 
 class Barrier:
@@ -262,12 +179,12 @@ def language(world: World, poll: str, release: str) -> types.SimpleNamespace:
         return Block(world, torch.full(shape, float("nan"), dtype=dtype))
 
     def specialise(roles: list[tuple[Callable[..., None], tuple[Any, ...]]], warps: Any, registers: Any) -> None:
-        program = world.current.program
+        program = world.current.place
         started = [world.start(program, lambda one=one: one[0](*one[1])) for one in roles]  # type: ignore[misc]
         world.pause(lambda: all(role.over for role in started))
 
     return types.SimpleNamespace(
-        program_id=lambda axis: world.current.program, load=_load, store=_store, where=_where,
+        program_id=lambda axis: world.current.place, load=_load, store=_store, where=_where,
         maximum=lambda a, b: max(int(a), int(b)), max=lambda value, axis: value.max(), cdiv=lambda a, b: -(-a // b),
         multiple_of=lambda value, by: value, static_range=range, thread_barrier=world.pause,
         zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype), inline_asm_elementwise=assembly,
@@ -296,7 +213,7 @@ def barriers(world: World) -> types.SimpleNamespace:
 
 
 @contextmanager
-def standing_in(module: Any, world: World, release: str, activated: Callable[..., Any]) -> Iterator[None]:
+def standing_in(module: Any, world: Gpu, release: str, activated: Callable[..., Any]) -> Iterator[None]:
     """The module's device functions as plain ones, on this world."""
 
     def copy(descriptor: Descriptor, corner: list[int], barrier: Barrier, block: Block) -> None:
@@ -309,29 +226,21 @@ def standing_in(module: Any, world: World, release: str, activated: Callable[...
         world.pause()
 
     def multiply(a: Block, b: Block, total: Any, is_async: bool) -> Multiplication:
-        world.current.issued.append(Multiplication(a, b, total))
-        return world.current.issued[-1]
+        world.issued[world.current].append(Multiplication(a, b, total))
+        return world.issued[world.current][-1]
 
     def wait(num_outstanding: int, deps: tuple[Any]) -> Any:
         world.pause()
-        issued = world.current.issued
+        issued = world.issued[world.current]
         while len(issued) > num_outstanding:
             first = issued.popleft()
             if not first.done:
                 first.read()
         return deps[0] if num_outstanding or isinstance(deps[0], torch.Tensor) else deps[0].total
 
-    kept = dict(vars(module))
     poll = module._POLL.value
-    for name, value in kept.items():
-        if isinstance(value, gluon.constexpr):
-            setattr(module, name, value.value)
-        elif hasattr(value, "fn"):
-            setattr(module, name, value.fn)
-    module.gl, module.mbarrier = language(world, poll, release), barriers(world)
-    module.tma = types.SimpleNamespace(async_copy_global_to_shared=copy)
-    module.warpgroup_mma, module.warpgroup_mma_wait, module.activated = multiply, wait, activated
-    try:
+    with plain(module):
+        module.gl, module.mbarrier = language(world, poll, release), barriers(world)
+        module.tma = types.SimpleNamespace(async_copy_global_to_shared=copy)
+        module.warpgroup_mma, module.warpgroup_mma_wait, module.activated = multiply, wait, activated
         yield
-    finally:
-        vars(module).update(kept)

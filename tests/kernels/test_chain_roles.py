@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_roles import Barrier, Deadlock, Descriptor, Pointer, World, standing_in
+from gluon_roles import Barrier, Descriptor, Gpu, Pointer, standing_in
+from random_orders import Deadlock
 
 from undertow.kernels import fused_chain
 from undertow.kernels.signals import RELEASE_EACH
@@ -43,7 +44,7 @@ def run(
     factors = [[(drawn(m, k), drawn(k, n)) for _ in shards] for _ in range(CALLS)]
     outs = [[torch.full((rows * n,), float("nan")) for rows in shards] for _ in range(CALLS)]
     bias = drawn(n)
-    world = World(seed)
+    world = Gpu(seed)
 
     def launch(rank: int, call: int) -> Callable[[], None]:
         a, b = factors[call][rank]
