@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from fused_common import BF16, Bench, Made, Variants, integers
 
-from undertow.plan import fused
+from undertow.plan import chain, fused
 from undertow.plan.brought import fuller_waves
 from undertow.plan.defaults import few_row_forms, fused_plan, gather_forms, scatter_forms
-from undertow.plan.plan import Plan
+from undertow.plan.plan import Plan, Share
 from undertow.plan.problem import Problem
 
 ROTATED = 200 << 20  # bytes of weights that decode calls take in turn
@@ -42,7 +42,10 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
     for summing in (2, 4) if reduce else (2,):
         other = replace(plan.share, communication_ctas=summing)
         found[f"fused {summing} sum"] = bench.fused(x, w, out, problem, replace(plan, share=other))
-    for name, other_form in scatter_forms(problem, "peer").items():
+    forms = scatter_forms(problem, "peer")
+    if bench.options["chains"] and not reduce and plan.tile == chain.TILE:
+        forms.setdefault("chain", replace(plan, order="rotated", share=Share(max(1, problem.multiprocessors - 1))))
+    for name, other_form in forms.items():
         if other_form != plan:
             found[f"fused, {name}"] = bench.fused(x, w, out, problem, other_form)
     if bench.options["guarded"]:
