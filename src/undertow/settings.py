@@ -51,8 +51,8 @@ NET = Setting(
     "UNDERTOW_NET",
     "auto",
     "What carries messages over lane `net` in which all ranks take part: `backend`, torch.distributed's own (NCCL), or "
-    "`host`, Gloo through host memory; `auto`: the backend between GPUs of which every rank has one of its own, if it "
-    "is NCCL. Equal on all ranks.",
+    "`host`, Gloo through host memory; `auto`: NCCL where a group spans nodes and every rank has a GPU of its own. "
+    "Equal on all ranks.",
 )
 DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import few_row_checks
 import late_rank
+import net_checks
 import operator_checks
 import pytest
 import staged_checks
@@ -48,6 +49,12 @@ def test_staged_lane(ranks: int) -> None:
 def test_fused_kernels_without_tma(ranks: int) -> None:
     report = ut.launch(token_checks.plain, ranks, device="cuda", deadline=60)
     print("\n".join(report[0]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_net_by_the_backend(ranks: int) -> None:
+    env = {"UNDERTOW_NET": "backend"}
+    assert min(ut.launch(net_checks.in_rounds, ranks, device="cuda", deadline=60, env=env)) > 40
 
 
 @pytest.mark.parametrize("name", list(late_rank.CALLS))

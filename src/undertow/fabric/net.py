@@ -7,7 +7,8 @@ ranks that both send first would wait for each other for ever. There the host wa
 
 Where all ranks come together (`round`), what leaves and what comes can be one operation of the backend, and no rank
 waits for another's order: so NCCL carries it, from memory to memory, in the order of the current stream, and the host
-goes on. That is for GPUs that no two ranks share; settings.NET says otherwise.
+goes on. That is for GPUs that no two ranks share, and between nodes, where there is no other lane; settings.NET says
+otherwise.
 
 Gloo moves the bytes of a message once both sides have named it, and `flush` waits for that. Ranks that flush before
 they receive say with `expect` what they are going to receive.
@@ -86,7 +87,8 @@ class NetLane(Lane):
     def _moves_in_rounds(self, apart: bool) -> bool:
         """Whether the backend itself carries rounds: the same on all ranks."""
         able = self._starts_at_once or not self._on_device  # a CPU's messages block nobody
-        auto = apart and self._starts_at_once
+        spans = len(self._group.local_ranks) < self._group.size
+        auto = spans and apart and self._starts_at_once
         said = self._group.exchange([settings.NET.get(), able, auto], "who carries messages over net")
         wanted = sorted({one for one, _, _ in said})
         if len(wanted) > 1 or wanted[0] not in _CARRIERS:

@@ -1,0 +1,26 @@
+"""Lane `net` where NCCL carries rounds of messages, between ranks that share a GPU (over sockets): exact all the same."""
+
+from __future__ import annotations
+
+import matmul_suite
+import operator_checks
+import torch
+from matmul_suite import Case
+
+import undertow as ut
+
+
+def in_rounds() -> int:
+    """Every operator and grain; twice each, as places are taken in turn. How many cases there were."""
+    group = ut.init()
+    assert group.fabric.lane("net").in_rounds
+    count = 0
+    for operator in matmul_suite.OPERATORS:
+        for number, strategy in enumerate(matmul_suite.strategies(("net",))):
+            for shape in operator_checks.SHAPES:
+                case = Case(operator, strategy, torch.bfloat16, shape, operator_checks.SEEDS[number % 2])
+                for _ in range(2):
+                    matmul_suite.verify(group, case)
+                count += 1
+    operator_checks.settle(group)
+    return count
