@@ -1,4 +1,4 @@
-"""Lane `net` where NCCL carries rounds of messages, between ranks that share a GPU (over sockets): exact all the same."""
+"""Lane `net` where NCCL carries rounds of messages, between ranks that share a GPU (sockets): exact all the same."""
 
 from __future__ import annotations
 
