@@ -160,8 +160,8 @@ class FakeGroup:
         self.device = torch.device("cpu")
         self.fabric = SimpleNamespace(
             kept={}, lanes=lambda: dict.fromkeys(("net", "peer", "dma"), ""), settle=lambda: None, multiprocessors=1,
-            lane=lambda name: name, guarded_call=lambda outputs: contextlib.nullcontext(),
-            unknown_sharers="",
+            lane=lambda name: SimpleNamespace(name=name, in_rounds=False), unknown_sharers="",
+            guarded_call=lambda outputs: contextlib.nullcontext(),
         )  # fmt: skip
 
     def exchange(self, value: Any, purpose: str) -> list[Any]:
