@@ -187,3 +187,35 @@ def refusals() -> dict[str, str]:
         except UndertowError as error:
             found[name] = str(error)
     return found
+
+
+def whole_or_not_at_all() -> list[object]:
+    """What is refused leaves the model as it was; norms are summed once, however often a plan is carried out; the
+    model's own forward knows whether it trains."""
+    group = ut.init()
+    torch.manual_seed(0)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = torch.nn.Linear(8, 8), torch.nn.LayerNorm(8)
+            self.experts = Mixture(20)  # of which eight make no units
+
+    model = Model()
+    plan = {"norm": ut.nn.Shared(), "first": ut.nn.Column(), "experts": ut.nn.Experts()}
+    said: list[object] = []
+    try:
+        ut.nn.parallelize(model, plan)
+    except UndertowError as error:
+        said.append(str(error))
+    said.append(type(model.first).__name__)
+    ut.nn.parallelize(model, {"norm": ut.nn.Shared(), "first": ut.nn.Column()})
+    ut.nn.parallelize(model, {"norm": ut.nn.Shared()})
+    model.norm(torch.ones(1, 8)).sum().backward()
+    assert model.norm.bias.grad is not None
+    said.append(bool((model.norm.bias.grad == group.size).all()))
+    block = ut.nn.parallelize(Block(), PLAN)
+    block.eval()
+    block(torch.ones(2, HIDDEN))
+    said.append(block.experts._model[0].training)
+    return said

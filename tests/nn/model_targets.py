@@ -72,7 +72,7 @@ def trained(architecture: str, steps: int, strategy: str) -> tuple[list[float], 
     model = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=strategy)
     want, got = _losses(plain, steps), _losses(model, steps)
     whole, end = plain.state_dict(), ut.nn.full_state_dict(model)
-    return want, got, max(float((end[name] - whole[name]).abs().max()) for name in whole)
+    return want, got, float(torch.stack([(end[name] - whole[name]).abs().max() for name in whole]).max())
 
 
 def gradients(architecture: str, dtype: torch.dtype, implementation: str) -> dict[str, float]:
@@ -96,7 +96,7 @@ def gradients(architecture: str, dtype: torch.dtype, implementation: str) -> dic
     found = {name: float((got[name] - want[name]).abs().max() / want[name].abs().max()) for name in want}
     sums = [float(held[name].double().abs().sum()) for name in sorted(whole)]
     everyones = group.exchange(sums, "gradients of what is whole")
-    found["apart"] = max(abs(one - mine) / mine for row in everyones for one, mine in zip(row, sums, strict=True))
+    found["apart"] = float((torch.tensor(everyones).double() / torch.tensor(sums).double() - 1).abs().max())
     return found
 
 

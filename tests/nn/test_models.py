@@ -54,7 +54,7 @@ def test_gradients_are_those_of_one_rank(
     architecture: str, dtype: torch.dtype, implementation: str, close: float, ranks: int
 ) -> None:
     for found in ut.launch(targets.gradients, ranks, device="cpu", args=(architecture, dtype, implementation)):
-        assert max(found.values()) < close
+        assert all(value < close for value in found.values()), found  # NaN, too
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe"])
@@ -68,7 +68,7 @@ def test_a_model_learns_as_on_one_rank(architecture: str, steps: int) -> None:
     for want, got, apart in ut.launch(targets.trained, 2, device="cpu", args=(architecture, steps, "chunked:peer")):
         assert len(want) == steps
         assert want[-1] < want[0] / (10 if steps == 50 else 1)
-        assert max(abs(one - other) for one, other in zip(want, got, strict=True)) < 1e-5
+        assert all(abs(one - other) < 1e-5 for one, other in zip(want, got, strict=True))
         assert apart < 1e-4
 
 

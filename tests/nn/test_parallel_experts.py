@@ -29,6 +29,12 @@ def test_one_graph() -> None:
     assert all(ut.launch(targets.compiled, 2, device="cpu"))
 
 
+def test_a_plan_is_carried_out_whole_or_not_at_all() -> None:
+    for said in ut.launch(targets.whole_or_not_at_all, 2, device="cpu"):
+        refused = "the inner size of experts is 20, but must be a multiple of 8, its unit."
+        assert said == [refused, "Linear", True, False]
+
+
 def test_refusals() -> None:
     nothing = (
         "a pattern of plan is '*.gate', but must be one that matches a module, or '*.experts' must match one;"

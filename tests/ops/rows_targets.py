@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import undertow as ut
+from undertow.errors import UndertowError
 from undertow.fabric import timeline
 from undertow.ops.rows_all_reduce import Tensors, reference, rows_all_reduce
 
@@ -124,3 +125,76 @@ def hidden(strategy: str) -> tuple[float, float]:
     for one in (forward.timeline(), backward.timeline()):
         found.append(one.overlap("dma", "compute") / one.busy("dma"))
     return found[0], found[1]
+
+
+def odd_rows() -> bool:
+    """Rows of three dimensions, and rows that lie the other way round; a part that has no slope."""
+    group = ut.init()
+    w = torch.arange(15, dtype=torch.float64).view(5, 3).requires_grad_()
+    for x in (
+        torch.ones(6, 2, 5).double(),
+        torch.ones(5, 2, 6).double().permute(2, 1, 0),
+        torch.ones(0, 2, 5).double(),
+    ):
+        for strategy in ("serial", "chunked"):
+            given = x.clone(memory_format=torch.preserve_format).requires_grad_()
+            y = rows_all_reduce(lambda r, v: (r[0] @ v[0]).sum(1), [given], [w], 3, strategy=strategy)
+            (dx,) = torch.autograd.grad(y.sum(), [given])
+            assert torch.equal(dx, (group.size * w.detach().sum(1)).expand_as(x))
+    flat = torch.ones(5, 6).double().t().requires_grad_()
+    y = rows_all_reduce(lambda r, v: r[0] @ v[0], [flat], [w], 3, strategy="serial")
+    (dx,) = torch.autograd.grad(y.sum(), [flat])
+    assert torch.equal(dx, (group.size * w.detach().sum(1)).expand_as(flat))
+
+    def some(rows: Tensors, weights: Tensors) -> torch.Tensor:
+        if bool(rows[1][0] == 0):
+            return torch.zeros(len(rows[0]), 3).double()
+        return rows[0] @ weights[0]
+
+    x = torch.ones(8, 5).double().requires_grad_()
+    y = rows_all_reduce(some, [x, torch.arange(8) // 4], [w], 3, strategy="chunked")
+    dx, dw = torch.autograd.grad(y.sum(), [x, w])
+    assert bool((dx[:2] == 0).all())
+    assert torch.equal(dx[-1], group.size * w.detach().sum(1))
+    return bool(dw.isfinite().all())
+
+
+def refused_computations() -> list[str]:
+    """A group each, as what is wrong in the middle of a call may end it."""
+    group = ut.init()
+    x, w = torch.ones(4, 5).requires_grad_(), torch.ones(5, 3).requires_grad_()
+
+    def changes(rows: Tensors, weights: Tensors) -> torch.Tensor:
+        h = torch.sigmoid(rows[0] @ weights[0])
+        z = h * 2
+        h.add_(1)
+        return z
+
+    said = []
+    for compute in (changes, lambda rows, weights: (rows[0] @ weights[0])[:, :1]):
+        try:
+            rows_all_reduce(compute, [x], [w], 3, group=group, strategy="serial")
+            said.append("nothing")
+        except UndertowError as error:
+            said.append(str(error))
+    return said
+
+
+def wanted_by_one() -> str:
+    """Rank 0 wants gradients of rows, the others do not: its backward sum must not meet their next result."""
+    group = ut.init()
+    w = torch.ones(5, 7)
+    x = torch.ones(3, 5, requires_grad=group.rank == 0)
+
+    def layer(given: torch.Tensor) -> torch.Tensor:
+        return rows_all_reduce(lambda r, v: r[0] @ v[0], [given], [w.clone().requires_grad_()], 7, strategy="serial")
+
+    try:
+        y = layer(x)
+        if group.rank == 0:
+            y.sum().backward()
+        layer(x)
+        group.barrier()
+    except UndertowError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

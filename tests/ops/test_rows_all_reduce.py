@@ -22,6 +22,25 @@ def test_some_gradients() -> None:
     assert all(ut.launch(targets.some_wanted, 2, device="cpu"))
 
 
+def test_rows_of_any_form() -> None:
+    assert all(ut.launch(targets.odd_rows, 2, device="cpu"))
+
+
+def test_what_computations_must_not_do() -> None:
+    for said in ut.launch(targets.refused_computations, 2, device="cpu"):
+        assert said[0] == (
+            "compute is one that changes in place what its gradient needs, but must be one that makes a new tensor"
+            " there."
+        )
+        assert "compute is one that gives [4, 1] of 4 rows, but must be one that gives [4, 3]." in said[1]
+
+
+def test_ranks_that_want_different_gradients_are_told() -> None:
+    for said in ut.launch(targets.wanted_by_one, 2, device="cpu", deadline=3):
+        assert said.startswith("MismatchedCall: "), said
+        assert "gradients of rows [0]" in said
+
+
 def test_checkpointing() -> None:
     assert all(ut.launch(targets.checkpointed, 2, device="cpu"))
 

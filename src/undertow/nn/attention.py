@@ -76,4 +76,4 @@ class AttentionProjections(torch.nn.Module):
         y = attend(q, k, v)
         if y.shape != q.shape:
             raise InvalidArgument(argument="attend", was=f"one that gives {list(y.shape)}", must=f"{list(q.shape)}")
-        return self.out(y.flatten(-2))  # type: ignore[no-any-return]
+        return self.out(y.flatten(-2), rows)  # type: ignore[no-any-return]

@@ -151,15 +151,18 @@ class RowParallelLinear(Sharded):
         made.bias = linear.bias
         return made
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """`rows[r]`: the first dimension of y on rank r, if not as torch.tensor_split cuts it (sequence parallel
+        only)."""
         x, mesh = _local(x, Shard(x.dim() - 1))
         flat, between = x.reshape(-1, x.shape[-1]), x.shape[1:-1]
         weight, bias, group, strategy = self.weight.t(), self.bias, self.group_name, self.strategy
         if not self.sequence_parallel:
             y = matmul_all_reduce(flat, weight, bias=bias, group=group, strategy=strategy)
             return _as_given(y.reshape(*x.shape[:-1], weight.shape[1]), mesh, Replicate())
-        rows = [(stop - start) * math.prod(between) for start, stop in split(x.shape[0], self.ranks)]
-        y = matmul_reduce_scatter(flat, weight, rows=rows, bias=bias, group=group, strategy=strategy)
+        shares = [stop - start for start, stop in split(x.shape[0], self.ranks)] if rows is None else rows
+        counts = [one * math.prod(between) for one in shares]
+        y = matmul_reduce_scatter(flat, weight, rows=counts, bias=bias, group=group, strategy=strategy)
         return _as_given(y.reshape(-1 if y.numel() else 0, *between, y.shape[-1]), mesh, Shard(0))
 
     def extra_repr(self) -> str:

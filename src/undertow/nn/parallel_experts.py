@@ -52,18 +52,11 @@ class TensorParallelExperts(Sharded):
     ) -> None:
         grain, colon, lane = strategy.partition(":")
         super().__init__(group, strategy if grain in ("auto", *GRAINS) else f"chunked{colon}{lane}")
-        for reason in _unlike(experts):
-            must = (
-                f"one with {NAMES[0]} [E, 2 I, H] and {NAMES[1]} [E, H, I], gates before ups, and nothing else;"
-                " leave others out of the plan, and every rank keeps them whole"
-            )
-            raise InvalidArgument(argument="the module", was=reason, must=must)
+        up_cut, down_cut = cuts_of(experts, unit, self.ranks)
         gate_up, down = (experts.get_parameter(name) for name in NAMES)
-        inner = down.shape[2]
         self.experts = down.shape[0]
-        up_cut = Cut.of("the inner size", 1, (inner, inner), (unit, unit), self.ranks)
         self.add_sharded(NAMES[0], gate_up, up_cut, gate_up.requires_grad)
-        self.add_sharded(NAMES[1], down, Cut.of("the inner size", 2, (inner,), (unit,), self.ranks), down.requires_grad)
+        self.add_sharded(NAMES[1], down, down_cut, down.requires_grad)
         for name in NAMES:
             setattr(experts, name, torch.nn.Parameter(torch.empty(0, device="meta")))
         self._model = (experts,)  # in a tuple: no module of this one, whose parameters would count
@@ -83,6 +76,7 @@ class TensorParallelExperts(Sharded):
     def _compute(self, rows: Tensors, weights: Tensors) -> torch.Tensor:
         """The model's own forward with these weights."""
         x, likely, chosen = rows
+        self._model[0].train(self.training)
         made: torch.Tensor = torch.func.functional_call(
             self._model[0], dict(zip(NAMES, weights, strict=True)), (x, chosen, likely)
         )
@@ -92,6 +86,19 @@ class TensorParallelExperts(Sharded):
         _, hidden, inner = self.down_proj.shape
         whole = self.cuts[NAMES[1]].parts[0]
         return f"{self.experts} x {hidden} x {whole} of which {inner}, rank {self.rank}/{self.ranks}"
+
+
+def cuts_of(experts: torch.nn.Module, unit: int, ranks: int) -> tuple[Cut, Cut]:
+    """Of both tensors; what cannot be cut is refused."""
+    for reason in _unlike(experts):
+        must = (
+            f"one with {NAMES[0]} [E, 2 I, H] and {NAMES[1]} [E, H, I], gates before ups, and nothing else;"
+            " leave others out of the plan, and every rank keeps them whole"
+        )
+        raise InvalidArgument(argument="the module", was=reason, must=must)
+    inner = experts.get_parameter(NAMES[1]).shape[2]
+    up_cut = Cut.of("the inner size", 1, (inner, inner), (unit, unit), ranks)
+    return up_cut, Cut.of("the inner size", 2, (inner,), (unit,), ranks)
 
 
 def _unlike(experts: torch.nn.Module) -> Iterator[str]:

@@ -10,7 +10,8 @@ plan that silently did nothing would look like one that works.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,10 @@ import torch.distributed as dist
 
 from ..errors import InvalidArgument
 from ..fabric.registry import as_group, named
+from ..ops.operands import check_dtype
 from .linear import ColumnParallelLinear, RowParallelLinear
-from .parallel_experts import TensorParallelExperts
-from .sharded import Sharded
+from .parallel_experts import TensorParallelExperts, cuts_of
+from .sharded import Cut, Sharded
 
 if TYPE_CHECKING:
     from .sharded import AnyGroup
@@ -103,21 +105,46 @@ def parallelize(
     on = as_group(group)
     chosen = _chosen(model, plan)
     _refuse_shared(model, chosen)
+    units: dict[str, int] = {}
+    for name, style in chosen.items():  # all of them first: what is refused leaves the model as it was
+        if not isinstance(style, Shared):
+            units[name] = _unit(style.unit, model.get_submodule(name.rpartition(".")[0]), name)
+            with _named(name):
+                _refuse_uncut(model.get_submodule(name), style, units[name], on.size)
     for name, style in chosen.items():
         parent, _, child = name.rpartition(".")
         around = model.get_submodule(parent)
         layer = getattr(around, child)
         if isinstance(style, Shared):
             for parameter in layer.parameters():
-                parameter.register_hook(_Sum(on.name))
+                if not any(isinstance(hook, _Sum) for hook in (parameter._backward_hooks or {}).values()):
+                    parameter.register_hook(_Sum(on.name))
             continue
-        unit = _unit(style.unit, around, name)
-        try:
-            setattr(around, child, _made(layer, style, unit, on.name, strategy))
-        except InvalidArgument as error:
-            facts = error.facts
-            raise InvalidArgument(**{**facts, "argument": f"{facts['argument']} of {name}"}) from error
+        with _named(name):
+            setattr(around, child, _made(layer, style, units[name], on.name, strategy))
     return model
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """A refusal inside tells of the module."""
+    try:
+        yield
+    except InvalidArgument as error:
+        facts = error.facts
+        raise InvalidArgument(**{**facts, "argument": f"{facts['argument']} of {name}"}) from error
+
+
+def _refuse_uncut(layer: torch.nn.Module, style: Column | Row | Experts, unit: int, ranks: int) -> None:
+    if isinstance(style, Experts):
+        cuts_of(layer, unit, ranks)
+        return
+    assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
+    check_dtype("weight", layer.weight.dtype)
+    if isinstance(style, Column):
+        Cut.of("out_features", 0, (layer.out_features,), (unit,), ranks)
+    else:
+        Cut.of("in_features", 1, (layer.in_features,), (unit,), ranks)
 
 
 def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:

@@ -2,7 +2,7 @@
 
 | tensor | shape on each rank | sharded over |
 |---|---|---|
-| rows | one or several, [M, ...] each | nothing: every rank holds them |
+| rows | one or several, [M, ...] each, the same on all ranks | nothing: every rank holds them |
 | weights_r | any | as `compute` wants them: each rank has its own |
 | y | [M, N] | nothing: every rank holds the sum |
 
@@ -28,6 +28,7 @@ graph, and one collective sums what it gives; nothing is hidden then.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from ..collective.operators import all_reduce
+from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..fabric.registry import as_group, named
 from ..plan.defaults import default_plan
@@ -53,7 +55,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-    from ..fabric.base import Fabric
     from ..fabric.group import Group
 
 OPERATOR = "rows_all_reduce"
@@ -85,12 +86,13 @@ def rows_all_reduce(
 ) -> torch.Tensor:
     """`compute(rows, weights)` [M, columns], summed over the ranks of `group`, of the dtype of rows[0].
 
-    With gradients, `compute` is differentiated by autograd, and every rank must want those of the same rows.
+    With gradients, `compute` is differentiated by autograd, for `rows` and `weights` alone, and every rank must want
+    those of the same rows. It must not change in place what its own gradient needs.
     """
     if torch.compiler.is_compiling():
         name = name_of(group)
         held = [_held_by_all(one, name) if one.is_floating_point() else one for one in rows]
-        total: torch.Tensor = _sum(compute(held, weights), name)
+        total: torch.Tensor = _sum(compute(held, weights).to(rows[0].dtype), name)
         return total
     on = as_group(group)
     check_dtype("rows[0]", rows[0].dtype)
@@ -100,9 +102,16 @@ def rows_all_reduce(
         return _Summed.apply(call, y, len(rows), *rows, *weights)  # type: ignore[no-any-return, no-untyped-call]
 
     def part(first: int, count: int) -> torch.Tensor:
-        return compute([one[first : first + count] for one in rows], weights)
+        return _checked(compute([one[first : first + count] for one in rows], weights), count, columns)
 
-    return call.summed(part, y)
+    return call.summed(part, y, "")
+
+
+def _checked(made: torch.Tensor, count: int, columns: int) -> torch.Tensor:
+    if made.shape != (count, columns):
+        was = f"one that gives {list(made.shape)} of {count} rows"
+        raise InvalidArgument(argument="compute", was=was, must=f"one that gives {[count, columns]}")
+    return made
 
 
 def _problem(y: torch.Tensor, on: Group) -> Problem:
@@ -133,16 +142,19 @@ class _Call:
     choice: Choice
     asked: str
 
-    def summed(self, part: Callable[[int, int], torch.Tensor], y: torch.Tensor) -> torch.Tensor:
-        """y [M, N] = `part(first, count)` of all rows, in the plan's parts, summed over ranks."""
+    def summed(self, part: Callable[[int, int], torch.Tensor], y: torch.Tensor, way: str) -> torch.Tensor:
+        """y [M, N] = `part(first, count)` of all rows, in the plan's parts, summed over ranks.
+
+        `way`: what else ranks must agree on: a sum of one's gradients must not meet one of another's results.
+        """
         on, plan = self.on, self.choice.plan
         problem = _problem(y, on)
 
         def product(buffer: torch.Tensor) -> Product:
-            return _Rows(on.fabric, plan, chunks(problem.shards, plan), part, buffer.view(y.shape))
+            return _Rows(plan, chunks(problem.shards, plan), part, buffer.view(y.shape))
 
         shape = f"M {problem.m}, N {problem.n}, {problem.dtype}"
-        with on.call(OPERATOR, shape, f"{plan.name} {plan.digest}") as number:
+        with on.call(OPERATOR, shape + way, f"{plan.name} {plan.digest}") as number:
             lane = on.fabric.lane(plan.lane)
             with on.fabric.guarded_call((y,)):
                 finish = Finish.of(None, "none", plan)
@@ -156,13 +168,12 @@ class _Rows(Product):
 
     def __init__(
         self,
-        fabric: Fabric,
         plan: Plan,
         parts: Sequence[Sequence[Part]],
         part: Callable[[int, int], torch.Tensor],
         y: torch.Tensor,
     ) -> None:
-        self._fabric, self._plan, self._parts, self._part, self._y = fabric, plan, parts, part, y
+        self._plan, self._parts, self._part, self._y = plan, parts, part, y
 
     def start(self) -> None:
         if self._plan.grain == "serial":
@@ -171,8 +182,7 @@ class _Rows(Product):
     def reach(self, parcel: int) -> None:
         if self._plan.grain == "chunked":
             for first, count in self._parts[parcel]:
-                with self._fabric.computing(self._plan.share.multiprocessors):
-                    self._compute(first, count)
+                self._compute(first, count)
 
     def _compute(self, first: int, count: int) -> None:
         if count:
@@ -192,21 +202,30 @@ class _Summed(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, y: torch.Tensor, count: int, *tensors: torch.Tensor) -> torch.Tensor:
         rows = tensors[:count]
         weights = [one.detach().requires_grad_(one.requires_grad) for one in tensors[count:]]
-        graphs: dict[Part, tuple[Tensors, GradientEdge]] = {}
+        graphs: dict[Part, tuple[Tensors, GradientEdge | None]] = {}
         saved: list[torch.Tensor] = []
+        versions: list[int] = []
+        known: dict[tuple[object, ...], int] = {}  # weights are saved by every part, and kept once
 
         def save(tensor: torch.Tensor) -> int:
-            saved.append(tensor)
-            return len(saved) - 1
+            key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version
+            if key not in known or not tensor.numel():
+                known[key] = len(saved)
+                saved.append(tensor)
+                versions.append(tensor._version)
+            return known[key]
 
         def part(first: int, length: int) -> torch.Tensor:
             leaves = [one[first : first + length].detach().requires_grad_(one.requires_grad) for one in rows]
             with torch.enable_grad(), saved_tensors_hooks(save, saved.__getitem__):
-                made = call.compute(leaves, weights)
-            graphs[first, length] = leaves, get_gradient_edge(made)
+                made = _checked(call.compute(leaves, weights), length, y.shape[1])
+            graphs[first, length] = leaves, get_gradient_edge(made) if made.requires_grad else None
             return made.detach()
 
-        call.summed(part, y)
+        call.summed(part, y, f", gradients of rows {[at for at, one in enumerate(rows) if one.requires_grad]}")
+        if [one._version for one in saved] != versions:
+            was = "one that changes in place what its gradient needs"
+            raise InvalidArgument(argument="compute", was=was, must="one that makes a new tensor there")
         ctx.mark_dirty(y)
         ctx.save_for_backward(*saved)
         saved.clear()
@@ -229,7 +248,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     call, like, weights, graphs = ctx.call, ctx.like, ctx.weights, ctx.graphs
     first_wanted, *others_wanted = ctx.needs_input_grad[3 : 3 + len(like)]
     others = [
-        torch.zeros_like(one, device=dy.device) if wanted else None
+        torch.zeros_like(one, device=dy.device, memory_format=torch.contiguous_format) if wanted else None
         for one, wanted in zip(like[1:], others_wanted, strict=True)
     ]
     totals = [_Total(one) if one.requires_grad else None for one in weights]
@@ -237,6 +256,8 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     def part(first: int, length: int) -> torch.Tensor:
         """The gradients of one part of the rows: those of rows[0] are returned, others kept, weights' added up."""
         leaves, made = graphs[first, length]
+        if made is None:  # nothing of this part depends on what has a gradient
+            return torch.zeros_like(leaves[0])
         inputs = [one for one in (*leaves, *weights) if one.requires_grad]
         given = torch.autograd.grad(made, inputs, dy[first : first + length], retain_graph=True, materialize_grads=True)
         found = iter(given)
@@ -251,7 +272,10 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 
     drow = None
     if first_wanted:
-        drow = call.summed(part, torch.empty_like(like[0], device=dy.device))
+        drow = torch.empty_like(like[0], device=dy.device, memory_format=torch.contiguous_format)
+        flat = drow.view(len(drow), math.prod(drow.shape[1:]))
+        call.summed(lambda first, length: part(first, length).reshape(flat[first : first + length].shape), flat,
+                    ", backward")  # fmt: skip
     else:
         for first, length in graphs:
             part(first, length)
