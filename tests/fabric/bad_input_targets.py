@@ -81,7 +81,6 @@ def arguments() -> dict[str, str]:
         "out strided": sentence(lambda: call(x, w, out=torch.empty(8, 4).T)),
         "unknown strategy": sentence(lambda: call(x, w, strategy="fast")),
         "unknown lane": sentence(lambda: call(x, w, strategy="serial:tube")),
-        "fused over engines": sentence(lambda: call(x, w, strategy="fused:dma")),
         "plan for other rows": sentence(lambda: call(x, w, plan=ut.Plan("chunked", "net", ((0, 2), (2, 5))))),
         "not a group": sentence(lambda: call(x, w, group="world")),  # type: ignore[arg-type]
         "negative buffer": sentence(lambda: group.fabric.buffer((2, -1), torch.float32)),

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import undertow as ut
 from undertow import errors
-from undertow.fabric.proxy import Proxy
+from undertow.fabric import registry
+from undertow.fabric.proxy import Post, Proxy
 
 
 def sentence(use: object) -> str:
@@ -67,6 +68,56 @@ def proxy_outlived(lane: str) -> list[str]:
     group.barrier()
     ut.shutdown()
     return sorted(thread.name for thread in threading.enumerate() if thread.name == "undertow-proxy")
+
+
+def last_posts(how: str) -> list[int]:
+    """How many of a rank's last two posts have arrived when it ends right behind them, by the proxy's own order.
+
+    The second one is posted, and the end begins, between the proxy's look for posts and its look for the end.
+    """
+    group = ut.init()
+    proxy = Proxy(group.fabric, signals=1)
+    buffer = group.fabric.buffer(4, torch.float32)
+    number, to = proxy.attach(buffer), 1 - group.rank
+    group.barrier()
+    post = Post(number, 0, to, number, 0, 16, 0)
+    between, real, seen = threading.Event(), proxy._drain.progress, list[int]()
+    ended = threading.Thread(target=registry._leave if how == "script" else group.fabric.finish)
+
+    def progress() -> bool:
+        seen.append(proxy._taken)
+        if seen.count(1) == 2:  # the first look after the first post found nothing
+            proxy.post(post)
+            ended.start()
+            while not proxy._stopping:
+                time.sleep(0.001)
+            between.set()
+            return False
+        return real()
+
+    proxy._drain.progress = progress  # type: ignore[method-assign]
+    proxy.post(post)
+    between.wait(5)
+    ended.join()
+    alive = proxy._thread.is_alive()
+    proxy.signals.wait(0, 2)
+    return [proxy.signals.read(0), int(alive)]
+
+
+def held_back() -> tuple[bool, float]:
+    """The proxy does not end before what it took has left, nor waits for that for ever; whether, and for how long."""
+    group = ut.init()
+    proxy, open_again = Proxy(group.fabric, signals=1), threading.Event()
+    proxy._drain.holds = lambda: not open_again.is_set()  # type: ignore[method-assign]
+    ending = threading.Thread(target=proxy.stop)
+    ending.start()
+    ending.join(0.5)
+    waits = ending.is_alive()
+    if group.rank == 0:
+        open_again.set()
+    began = time.monotonic()
+    ending.join()
+    return waits, time.monotonic() - began
 
 
 def wrong_peers_and_slots() -> list[str]:

@@ -194,7 +194,6 @@ def test_the_flight_ring_of_a_launcher_that_is_gone(monkeypatch: pytest.MonkeyPa
 
 def test_arguments_are_named_with_what_they_were_and_must_be() -> None:
     (found,) = ut.launch(targets.arguments, 1, device="cpu", deadline=20)
-    possible = ", ".join(f"{grain}:{lane}" for grain in ("signaled", "serial") for lane in ("peer", "dma", "net"))
     strategies = 'must be "auto", a grain (serial, chunked, signaled, fused) or "grain:lane" with lanes net, peer, dma.'
     assert found == {
         "before init": "NotInitialised: This call needs a group; call undertow.init() first.",
@@ -211,10 +210,6 @@ def test_arguments_are_named_with_what_they_were_and_must_be() -> None:
         ),
         "unknown strategy": f"InvalidArgument: strategy is 'fast', but {strategies}",
         "unknown lane": f"InvalidArgument: strategy is 'serial:tube', but {strategies}",
-        "fused over engines": (
-            "StrategyUnavailable: Strategy 'fused:dma' is not available: whoever computes a tile stores it into another"
-            f" rank's memory, which is lane peer; possible here: {possible}."
-        ),
         "plan for other rows": (
             "InvalidArgument: plan is made for parcels [(0, 2), (2, 5)], but must be made for 4 rows."
         ),

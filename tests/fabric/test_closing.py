@@ -30,6 +30,19 @@ def test_a_proxy_ends_with_its_fabric(lane: str) -> None:
     assert ut.launch(targets.proxy_outlived, 2, device="cpu", args=(lane,), deadline=10) == [[], []]
 
 
+@pytest.mark.parametrize("how", ["close", "script"])
+def test_what_was_posted_last_arrives(how: str) -> None:
+    assert ut.launch(targets.last_posts, 2, device="cpu", args=(how,), deadline=10) == [[2, 0], [2, 0]]
+
+
+def test_a_proxy_ends_when_what_it_took_has_left_or_at_the_deadline() -> None:
+    (waits, soon), (also, late) = ut.launch(targets.held_back, 2, device="cpu", deadline=2)
+    assert waits
+    assert also
+    assert soon < 0.5
+    assert 1 < late < 4
+
+
 def test_wrong_peers_and_slots_are_refused() -> None:
     for found in ut.launch(targets.wrong_peers_and_slots, 2, device="cpu", deadline=10):
         assert all(one.startswith("InvalidArgument: peer is") for one in found[:-1]), found

@@ -23,9 +23,8 @@ from undertow.ops import matmul_all_reduce as reduce
 from undertow.ops import replicated_matmul as replicated
 
 SHAPES = ((1, 1, 1), (2, 3, 1), (5, 4, 3), (7, 13, 9), (16, 8, 12), (33, 17, 6), (40, 5, 21))  # M, N, K of a rank
-STRATEGIES = (
-    *(f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled") for lane in ("net", "peer", "dma")),
-    "fused:peer",
+STRATEGIES = tuple(
+    f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled", "fused") for lane in ("net", "peer", "dma")
 )
 
 

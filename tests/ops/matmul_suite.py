@@ -237,6 +237,5 @@ OPERATORS: dict[str, Callable[[ut.Group, Case], Prepared]] = {
 
 
 def strategies(lanes: Sequence[str] = LANES) -> list[str]:
-    """Every grain over every lane; a fused tile needs the memory of its owner, which is lane peer."""
-    every = itertools.product(GRAINS, lanes)
-    return [f"{grain}:{lane}" for grain, lane in every if grain != "fused" or lane == "peer"]
+    """Every grain over every lane."""
+    return [f"{grain}:{lane}" for grain, lane in itertools.product(GRAINS, lanes)]

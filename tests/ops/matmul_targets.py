@@ -170,7 +170,6 @@ def refused(name: str) -> dict[str, str]:
         "out with a gradient": sentence(lambda: call(x.clone().requires_grad_(), w, out=torch.empty(6, 5))),
         "out": sentence(lambda: call(x, w, out=torch.empty(1, 1))),
         "aliased out": sentence(lambda: call(x.expand(6, 4), w, out=x)),
-        "grain": sentence(lambda: call(x, w, strategy="fused:net")),
         "rows of a plan": sentence(lambda: call(x, w, plan=Plan("chunked", "peer", ((0, 2), (3, 99))))),
         "tiles of a plan": sentence(lambda: call(x, w, plan=other)),
     }

@@ -16,8 +16,8 @@ NAMES = tuple(matmul_suite.OPERATORS)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-def test_a_tenth_of_all_cases_is_exact(ranks: int) -> None:
-    counts = ut.launch(matmul_suite.run, ranks, device="cpu", args=(SEED + ranks, 0.1))
+def test_a_part_of_all_cases_is_exact(ranks: int) -> None:
+    counts = ut.launch(matmul_suite.run, ranks, device="cpu", args=(SEED + ranks, 0.08))
     assert set(counts) == {counts[0]}
     assert counts[0] > 300
 
@@ -27,7 +27,7 @@ def test_a_tenth_of_all_cases_is_exact(ranks: int) -> None:
 def test_all_cases_are_exact(ranks: int) -> None:
     shapes, dtypes = len(matmul_suite.SHAPES), len(matmul_suite.CPU_DTYPES)
     every = len(NAMES) * len(matmul_suite.strategies()) * dtypes * shapes
-    assert len(matmul_suite.strategies()) == 10
+    assert len(matmul_suite.strategies()) == 12
     assert shapes == 30
     assert ut.launch(matmul_suite.run, ranks, device="cpu", args=(SEED, 1.1)) == [every] * ranks
 
@@ -59,12 +59,6 @@ def test_a_wrong_permutation_is_seen(name: str, layout: str) -> None:
 def test_bad_input_is_one_sentence_and_the_group_goes_on(name: str) -> None:
     for found in ut.launch(targets.refused, 2, device="cpu", args=(name,), deadline=20):
         rows = 12 if name == "all_gather_matmul" else 6
-        strategies = found.pop("grain")
-        assert strategies == (
-            "StrategyUnavailable: Strategy 'fused:net' is not available: whoever computes a tile stores it into another"
-            " rank's memory, which is lane peer; possible here: signaled:peer, signaled:dma, signaled:net, serial:peer,"
-            " serial:dma, serial:net."
-        )
         assert found.pop("usable") == "True"
         for strategy in ("auto", "serial:net", "signaled:dma"):
             said = found.pop(f"dtypes of ranks, {strategy}")

@@ -328,6 +328,9 @@ class Fabric(ABC):
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
 
+    def rest(self) -> None:  # noqa: B027 - a thread that computes is over when it returns
+        """Wait for all kernels of this rank."""
+
     @abstractmethod
     def _quiesce(self) -> None:
         """Return once no rank uses the workspaces any more. Collective."""
@@ -421,11 +424,17 @@ class Fabric(ABC):
         """All of the call that waits poisons what it could not make right, and what follows passes it on."""
         return
 
+    def finish(self) -> None:
+        """Have what was posted moved, before the process ends or the memory goes. Not collective."""
+        if self._services:
+            self.rest()
+        for service in list(self._services):
+            service.stop()
+
     def close(self) -> None:
         """Release everything. Tensors taken from buffers stay valid."""
         with self._lock:
-            for service in list(self._services):
-                service.stop()
+            self.finish()
             for lane in self._lanes.values():
                 lane.close()
             for signals in list(self._signals):

@@ -391,6 +391,11 @@ class Group:
         for hook in list(self._tick_hooks):
             hook(now)
 
+    def finish(self) -> None:
+        """Have what this rank has posted moved: others may wait for it when it has ended."""
+        if self._fabric is not None:
+            self._fabric.finish()
+
     def close(self) -> None:
         """Release the fabric and stop watching. The ProcessGroup itself is the user's."""
         with self.lock:

@@ -56,6 +56,10 @@ class Drain(ABC):
     def progress(self) -> bool:
         """Advance what can be advanced without blocking; whether anything was."""
 
+    def holds(self) -> bool:
+        """Whether a post was taken that has not left: its receiver has no room yet."""
+        return False
+
     def close(self) -> None:  # noqa: B027 - a drain that copies at once owns nothing
         """Stop."""
 
@@ -215,6 +219,7 @@ class Proxy:
         idle_since = time.monotonic()
         try:
             while True:
+                ends = self._stopping or self.group.failed  # before the look: what was posted until then is moved
                 ready = self.address + ring_layout.descriptor_offset(self._taken, self.capacity)
                 busy = False
                 if atomics.load(ready) == ring_layout.ready_value(self._taken):  # acquires the descriptor
@@ -223,7 +228,10 @@ class Proxy:
                 busy = self._drain.progress() or busy
                 if busy:
                     idle_since = time.monotonic()
-                elif self._stopping or self.group.failed:
+                elif self.group.failed or (ends and not self._drain.holds()):
+                    return
+                elif ends and time.monotonic() - idle_since > self.group.deadline:
+                    get_logger().warning("The proxy ends with posts that nobody took for %g s", self.group.deadline)
                     return
                 elif time.monotonic() - idle_since > 0.002:
                     time.sleep(0.0001)  # nothing for a while: give the core away

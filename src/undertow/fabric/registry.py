@@ -195,6 +195,8 @@ def _leave_at_exit() -> None:
 def _leave() -> None:
     if not Group.any_failed and getattr(sys, "last_value", None) is None:  # set by an exception that nobody caught
         FlightRing.mine().leave()
+        for group in list(_groups.values()):
+            group.finish()
     for group in list(_groups.values()):
         group.fall_silent()
     watchdog.instance().stop()

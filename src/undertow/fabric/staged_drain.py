@@ -52,6 +52,9 @@ class StagedDrain(Drain):
     def start(self, post: Post) -> None:
         self._waiting.append((post, 0))
 
+    def holds(self) -> bool:
+        return bool(self._waiting)
+
     def progress(self) -> bool:
         busy = self._send_one()
         for sender in range(self._size):

@@ -118,7 +118,8 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         from .tuning import auto
 
         return auto(request)
-    usual = "peer" if strategy == "fused" and problem.operator != EMBEDDING else request.lane
+    matmul_fused = strategy == "fused" and problem.operator != EMBEDDING
+    usual = ("net" if lanes["peer"] else "peer") if matmul_fused else request.lane
     grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
     if grain == "fused" and problem.operator != EMBEDDING:
         refuse_fused(strategy, problem, lane, request.group)

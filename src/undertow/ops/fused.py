@@ -77,10 +77,11 @@ def run(
         else:
             call = fused_cuda.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     else:
-        from . import fused_cpu, tokens_cpu
+        from . import fused_cpu, posted_cpu, tokens_cpu
 
         if tokens is not None:
-            call = tokens_cpu.exchange(x, w, y, tokens, plan, finish, fabric)
+            exchange = tokens_cpu.exchange if plan.lane == "peer" else posted_cpu.exchange
+            call = exchange(x, w, y, tokens, plan, finish, fabric)
         else:
             call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     also = bringer(fabric, beside) if beside is not None and has_collectives(fabric, lane) else None
@@ -126,9 +127,10 @@ def arrive(
 
         call = tokens_cuda.arrive(x, w, received, y, tokens, plan, finish, fabric, arriving, keep)
     else:
-        from . import tokens_cpu
+        from . import posted_cpu, tokens_cpu
 
-        call = tokens_cpu.arrive(x, w, received, y, tokens, plan, finish, fabric, arriving)
+        take = tokens_cpu.arrive if plan.lane == "peer" else posted_cpu.arrive
+        call = take(x, w, received, y, tokens, plan, finish, fabric, arriving)
     gate = fabric.gate()
     with half_way(fabric.group):
         gate()

@@ -11,7 +11,7 @@ plan means is tested without a GPU:
              for tile of own rows, then of ranks r + 1, ...: wait for the band, y = finish(x @ w)
     decode   for block of columns, part of K: slot of every rank = x @ w;   y = finish(sum over all slots)
     owned    as scatter (all_reduce), of few rows: tiles are blocks of columns that belong to ranks in turn
-    Rows that change ranks (all_to_all): `tokens_cpu.py`.
+    Rows that change ranks (all_to_all): `tokens_cpu.py`. Where there is no peer pointer: `posted_cpu.py`.
 
 Memory and words are used in turn by two calls. A call announces itself to all; nobody writes for call n before the
 receiver has announced call n - 1, which it does when it is over with call n - 2. A call is over when all that was told
@@ -22,7 +22,7 @@ acquires them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,9 @@ import torch
 
 from ..fabric import timeline
 from ..plan import fused, fused_order
-from .finish import FUNCTIONS, Finish
+from . import posted_cpu
+from .finish import Finish
+from .tiles_cpu import add, multiply_tile, part_of
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from .beside import Taking
 
 _STAGES = object()  # name of what is kept with a fabric
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -135,7 +136,12 @@ def prepare(
     # What needs whole rows comes in the end, and bias and activation with it.
     now = finish if finish.after is None else Finish(None, "none")
     form = fused.form(problem, plan)
-    if form == fused.GATHER:
+    if plan.lane != "peer":
+        if form == fused.GATHER:
+            call = posted_cpu.rows(x, w, y, problem, plan, now, fabric, arriving)
+        else:
+            call = posted_cpu.sums(x, w, y, problem, plan, now, fabric)
+    elif form == fused.GATHER:
         call = _gather(x, w, y, problem, plan, now, fabric, arriving)
     elif form == fused.DECODE:
         call = _decode(x, w, y, problem, plan, now, fabric)
@@ -186,7 +192,7 @@ def _scatter(
                 parts.append(part_of(turn.slot(rank, source * plane, padded, n), shard_row, rows, column, columns))
             out = part_of(y, out_row, rows, column, columns)
             with timeline.event("sum", engine="communication", bytes=out.nbytes):
-                _sum(out, parts, finish, column)
+                add(out, parts, finish, column)
             if broadcast:
                 part_of(turn.slot(rank, sums, padded, n), shard_row, rows, column, columns).copy_(out)
                 for peer in range(size):
@@ -296,33 +302,6 @@ def _decode(
             for source in range(sources):
                 turn.wait(block * sources + source, source // parts)
                 found.append(turn.slot(rank, source * plane, m, n)[:, column : column + columns])
-            _sum(y[:, column : column + columns], found, finish, column)
+            add(y[:, column : column + columns], found, finish, column)
 
     return call
-
-
-def part_of(matrix: torch.Tensor, row: int, rows: int, column: int, columns: int) -> torch.Tensor:
-    return matrix[row : row + rows, column : column + columns]
-
-
-def multiply_tile(
-    x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, finish: Finish | None = None, column: int = 0
-) -> None:
-    """A tile of the product straight to its place, finished where it is complete."""
-    with timeline.event("matmul", engine="compute", rows=x.shape[0], columns=w.shape[1]):
-        product = torch.mm(x, w, out=out) if out.is_contiguous() else torch.mm(x, w)
-        if finish is not None and not finish.nothing:
-            bias = None if finish.bias is None else finish.bias[column : column + w.shape[1]]
-            Finish(bias, finish.activation).apply(product)
-        if product is not out:
-            out.copy_(product)
-
-
-def _sum(out: torch.Tensor, parts: Sequence[torch.Tensor], finish: Finish, column: int) -> None:
-    """out = finish(parts[0] + parts[1] + ...), in this order, 16-bit types in fp32 and rounded once."""
-    total = parts[0].to(torch.float32 if out.dtype in _HALVES else out.dtype, copy=True)
-    for part in parts[1:]:
-        total += part
-    if finish.bias is not None:
-        total += finish.bias[column : column + out.shape[1]]
-    out.copy_(FUNCTIONS[finish.activation](total) if finish.activation != "none" else total)

@@ -20,8 +20,9 @@ import torch
 from ..plan.fused import LINE
 from ..plan.tokens import Tokens, bands_of, collected_table, leaving_table, push_table
 from .finish import Finish
-from .fused_cpu import Turn, multiply_tile, part_of, room
+from .fused_cpu import Turn, room
 from .grouped import finish_of, weight_of
+from .tiles_cpu import multiply_tile, part_of
 
 if TYPE_CHECKING:
     from ..fabric.base import Fabric

@@ -90,10 +90,10 @@ def own_last(problem: Problem) -> bool:
 
 def why_not(problem: Problem, lane: str) -> str:
     """Why no fused plan can run this problem over this lane, or "". Only what all ranks know decides."""
-    if lane != "peer":
-        return "whoever computes a tile stores it into another rank's memory, which is lane peer"
     if problem.device == "cpu":
         return ""
+    if lane != "peer":
+        return "a GPU's kernel stores its tiles into another rank's memory, which is lane peer"
     gathers = problem.operator == "all_gather_matmul"  # where K is the same on all ranks and N is not
     reasons = (
         (problem.item_size != 2, f"the fused kernels multiply float16 and bfloat16, not {problem.dtype}"),

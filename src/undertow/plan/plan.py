@@ -270,6 +270,8 @@ class Plan:
                 f"rows for a {problem.operator} of split {self.split}",
                 self.owners == "rows" or whole,
             ),
+            ("owners", self.owners, f"rows over lane {self.lane}", self.owners == "rows" or self.lane == "peer"),
+            ("split", self.split, f"0 over lane {self.lane}", self.split == 0 or self.lane == "peer"),
             ("owners", self.owners, f"rows for {problem.m} rows", self.owners == "rows" or few),
             (
                 "tile",
@@ -393,12 +395,7 @@ def parse_strategy(strategy: str, grains: tuple[str, ...], lanes: dict[str, str]
     """`"grain"` or `"grain:lane"` to a pair that can run here. `lanes` maps a lane to why it is missing, or ""."""
     grain, _, lane = strategy.partition(":")
     lane = lane or default_lane
-    possible = ", ".join(
-        f"{one}:{other}"
-        for one in grains
-        for other, missing in lanes.items()
-        if not missing and (one != "fused" or other == "peer")
-    )
+    possible = ", ".join(f"{one}:{other}" for one in grains for other, missing in lanes.items() if not missing)
     if grain not in GRAINS or lane not in LANES:
         must = f'"auto", a grain ({", ".join(GRAINS)}) or "grain:lane" with lanes {", ".join(LANES)}'
         raise InvalidArgument(argument="strategy", was=repr(strategy), must=must)

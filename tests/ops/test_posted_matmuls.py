@@ -1,0 +1,51 @@
+"""Fused matmuls where there is no peer pointer: whole bands are posted to the proxy's ring, over `net` and `dma`."""
+
+from __future__ import annotations
+
+import posted_matmul_targets as targets
+import pytest
+
+import undertow as ut
+
+SEED = 5180
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_posted_plan_is_exact(ranks: int) -> None:
+    for found in ut.launch(targets.random_plans, ranks, device="cpu", args=(SEED + ranks, 50)):
+        assert min(found.values()) >= 2, found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_any_of_many_posted_plans_is_exact(ranks: int) -> None:
+    for found in ut.launch(targets.random_plans, ranks, device="cpu", args=(SEED * ranks, 600)):
+        assert sum(found.values()) == 600
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_calls_of_all_kinds_in_a_row_behind_late_proxies(ranks: int) -> None:
+    assert ut.launch(targets.mixed_calls, ranks, device="cpu", args=(SEED, 9), deadline=20) == [9] * ranks
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_many_calls_of_all_kinds_in_a_row(ranks: int) -> None:
+    assert ut.launch(targets.mixed_calls, ranks, device="cpu", args=(SEED + ranks, 250)) == [250] * ranks
+
+
+def test_a_post_that_never_leaves_is_an_error_at_the_deadline() -> None:
+    waits, has_all = ut.launch(targets.a_lost_post, 2, device="cpu", deadline=2)
+    assert waits.startswith("RankLost: Rank 1 of group 0 is lost: signal 128 stood at 0 instead of 1 for 2 s"), waits
+    assert has_all == "not noticed"
+
+
+def test_the_operators_explain_themselves() -> None:
+    for found in ut.launch(targets.explained, 2, device="cpu"):
+        assert found == [("fused:net", "The strategy was given.")] * 4
+
+
+def test_a_call_without_room_ends_no_group() -> None:
+    for said in ut.launch(targets.no_room, 2, device="cpu", deadline=10):
+        assert len(said) == 1
+        assert "no room" in said[0]
