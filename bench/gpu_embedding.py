@@ -43,6 +43,7 @@ from undertow.fabric.environment import environment
 from undertow.ops import embedding_all_to_all as operator
 from undertow.ops import embedding_cuda, embedding_peers, embedding_posts, embedding_run
 from undertow.ops.bags import Bags
+from undertow.ops.posting import Posting
 from undertow.plan.bags import Layout, Piece, Posted, Shape, completed
 from undertow.plan.defaults import default_plan
 from undertow.plan.plan import SLICES, Plan, split
@@ -286,8 +287,8 @@ class Bench:
 
     def load_posted(self, every: list[Case]) -> None:
         """Compile what posts slices and what takes them, likewise."""
-        posting = embedding_posts.Posting.of(self.fabric, "dma")
-        space = self.fabric.workspace("embedding posts over dma", 1 << 20)
+        shared = Posting.of(self.fabric, "dma")
+        space = self.fabric.workspace("posts over dma", 1 << 20)
         kinds = {(one.dtype, one.dim, min(one.pooling, 10), min(one.tables * one.dim, 512)): one for one in every}
         for one in list(kinds.values())[self.group.rank :: self.group.size]:
             bags, layout, batches = self.bags(replace(one, batch=16))
@@ -296,7 +297,7 @@ class Bench:
             plan = completed(plan, layout.dims, size, bags.mean_length)
             posted = Posted(layout, batches, size)
             whole = bags.tables[0].new_empty(batches[self.group.rank], layout.room)
-            call = embedding_posts.Call(self.fabric, posting, posted, bags, plan, space, 0, whole, None, ())
+            call = embedding_posts.Call(self.fabric, shared, posted, bags, plan, space, 0, whole, None, ())
             call.launch(only_load=True)
 
     def case(self, case: Case, host: bool) -> dict[str, Any]:

@@ -21,6 +21,8 @@ CALLS: dict[str, tuple[str, str, int]] = {
     "rows": ("all_gather_matmul", "serial:peer", 1024),
     "parcels that a program moves": ("matmul_all_reduce", "signaled:peer", 1024),
     "chunks by kernels": ("matmul_all_reduce", "chunked:peer", 1024),
+    "sums that are posted": ("matmul_reduce_scatter", "fused:dma", 1024),
+    "rows that are posted": ("all_gather_matmul", "fused:dma", 1024),
     "parcels by copy engines": ("matmul_all_reduce", "signaled:dma", 1024),
 }
 """Operator, strategy (or the order of a plan) and rows of calls that are watched in different ways."""

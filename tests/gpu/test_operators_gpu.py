@@ -6,6 +6,7 @@ import few_row_checks
 import late_rank
 import net_checks
 import operator_checks
+import posted_checks
 import pytest
 import staged_checks
 import token_checks
@@ -15,12 +16,13 @@ import undertow as ut
 TOKENS = [one.__name__ for one in token_checks.CHECKS]
 STAGED = [one.__name__ for one in staged_checks.CHECKS]
 FEW_ROWS = [one.__name__ for one in few_row_checks.CHECKS]
+POSTED = [one.__name__ for one in posted_checks.CHECKS]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_check(ranks: int) -> None:
     """All in one launch: a cold start costs as much as many checks."""
-    names = [one for one in operator_checks.CHECKS if one not in (*TOKENS, *STAGED, *FEW_ROWS)]
+    names = [one for one in operator_checks.CHECKS if one not in (*TOKENS, *STAGED, *FEW_ROWS, *POSTED)]
     report = ut.launch(operator_checks.run, ranks, device="cuda", args=(names,), deadline=60)
     print("\n".join(report[0]))
 
@@ -34,6 +36,12 @@ def test_few_rows(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tokens(ranks: int) -> None:
     report = ut.launch(operator_checks.run, ranks, device="cuda", args=(TOKENS,), deadline=60)
+    print("\n".join(report[0]))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_posted(ranks: int) -> None:
+    report = ut.launch(operator_checks.run, ranks, device="cuda", args=(POSTED,), deadline=60)
     print("\n".join(report[0]))
 
 

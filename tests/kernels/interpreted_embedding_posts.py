@@ -26,9 +26,10 @@ from interpreted_embedding_ops import PLACES, POISON, no_driver  # noqa: F401 - 
 from undertow.errors import InvalidArgument
 from undertow.kernels import embedding_posts as kernels
 from undertow.kernels import proxy, ring_layout
-from undertow.ops import embedding_all_to_all, embedding_cuda, embedding_peers, embedding_posts
+from undertow.ops import embedding_all_to_all, embedding_cuda, embedding_peers, embedding_posts, posting
 from undertow.plan.bags import Posted, completed
 from undertow.plan.plan import SLICES, Plan, split
+from undertow.plan.posts import SIGNALS
 
 CALLS, CAPACITY = 4, 2
 STRIDE = 32  # 32-bit words between two signals
@@ -72,7 +73,7 @@ class Posting(Shared):
         self.posted = Posted(self.layout, tuple(batches), 4)
         self.half = self.posted.nbytes
         self.memory = [torch.full((2 * self.half // 4,), POISON).share_memory_() for _ in every]
-        count = self.size * embedding_peers.MOST_PARCELS
+        count = self.size * SIGNALS
         self.arrived = [torch.zeros(count * STRIDE, dtype=torch.int32).share_memory_() for _ in every]
         self.ring = np.zeros(ring_layout.ring_bytes(CAPACITY) // 8, np.int64)
         self.head = torch.zeros(1, dtype=torch.int32)
@@ -116,12 +117,15 @@ class Posting(Shared):
         """The proxy of a rank: posts in the order of tickets, moved late and in any order."""
         chance, pending = random.Random(seed * 31 + rank), []
         tail = ctypes.c_int32.from_address(self.ring.ctypes.data + ring_layout.TAIL_OFFSET)
-        while not stop.is_set() or pending:
+        ends = False
+        while pending or not ends:
+            ends = stop.is_set()  # before the look: what was posted until then is moved
             first = ring_layout.descriptor_offset(self.moved, CAPACITY) // 8
             if self.ring[first] == ring_layout.ready_value(self.moved):
                 pending.append([int(one) for one in self.ring[first : first + ring_layout.DESCRIPTOR_WORDS]])
                 self.moved += 1
                 tail.value = self.moved
+                ends = False
             elif pending and chance.random() < 0.3:
                 self._move(rank, pending.pop(chance.randrange(len(pending))))
             time.sleep(0.0005)
@@ -244,19 +248,23 @@ class Alone:
     def settle(self) -> None:
         self.said.append("settle")
 
+    def gate(self) -> Any:
+        """Nobody shares this GPU."""
+        return lambda: None
+
 
 def alone(monkeypatch: pytest.MonkeyPatch, batches: list[int], dims: list[list[int]]) -> tuple[Posting, Any]:
     node = Posting(batches, dims, seed=2, parcels=1, mixed=False)
     arrivals = SimpleNamespace(address=lambda at, index: node.arrived[at].data_ptr() + 4 * STRIDE * index)
 
     def made(fabric: Any, signals: int, lane: str) -> Any:
-        assert signals == len(batches) * embedding_peers.MOST_PARCELS
+        assert signals == len(batches) * SIGNALS
         ring = {"address": node.ring.ctypes.data, "head": node.head, "capacity": CAPACITY, "signals": arrivals}
         buffers: dict[int, Any] = {}
         attach = lambda space: buffers.setdefault(space.identity, space).identity  # noqa: E731
         return SimpleNamespace(**ring, buffers=buffers, attach=attach, group=fabric.group)
 
-    monkeypatch.setattr(embedding_posts, "Proxy", made)
+    monkeypatch.setattr(posting, "Proxy", made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
     return node, Alone(node)
 
@@ -274,9 +282,9 @@ def test_a_whole_call_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         y = embedding_posts.run(fabric, node.bags(0), node.layout, node.batches, plan, torch.empty(0))
         assert torch.equal(y, want)
         if number == 0:
-            assert set(fabric.said) == {"settle", "barrier", "embedding posts over dma"}
+            assert set(fabric.said) == {"settle", "barrier", "posts over dma"}
             fabric.said.clear()
-    assert fabric.said == 2 * ["embedding posts over dma"]
+    assert fabric.said == 2 * ["posts over dma"]
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def test_whole_bands_belong_to_ranks(m: int) -> None:
     [
         ({"dtype": "float32", "item_size": 4}, "multiply float16 and bfloat16, not float32"),
         ({"n": 8190}, "N is 8190, not a multiple of 8"),
-        ({"ranks": 16, "shards": (512,) * 16}, "know 8 ranks, not 16"),
+        ({"ranks": 16, "shards": (512,) * 16}, "know 8 ranks over lane peer, not 16"),
         ({"shards": (8192, 0, 0, 0)}, "a rank has no rows"),
     ],
 )
@@ -232,10 +232,18 @@ def test_what_kernels_cannot_do_is_told(changes: dict[str, object], reason: str)
     assert fused_plans(asked) == []
 
 
-def test_a_gpus_tile_needs_the_memory_of_its_owner() -> None:
-    for lane in ("net", "dma"):
-        assert "lane peer" in fused.why_not(problem("matmul_reduce_scatter"), lane)
-        assert fused.why_not(problem("matmul_reduce_scatter", device="cpu"), lane) == ""
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("lane", ["net", "dma"])
+def test_what_is_posted_has_a_plan_for_any_number_of_ranks(lane: str, device: str) -> None:
+    for operator in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_to_all"):
+        parts = 1 if operator == "matmul_all_reduce" else 16
+        asked = problem(operator, ranks=16, shards=(8192 // parts,) * parts, device=device)
+        plan = fused_plan(asked, lane)
+        plan.check(asked)
+        assert (plan.split, plan.owners, plan.pull, plan.order) == (0, "rows", False, "natural")
+        assert plan.own_last == (operator != "all_gather_matmul")
+        few = problem(operator, m=16, ranks=16, shards=(16 // parts,) * parts, device=device)
+        fused_plan(few, lane).check(few)
 
 
 @pytest.mark.parametrize(

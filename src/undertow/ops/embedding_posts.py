@@ -7,21 +7,7 @@
 Destinations that have a peer pointer get theirs from the same kernel, straight into their results, by the words of
 `embedding_peers.py`. Where all have one, a lane that is named is wanted: everything is posted.
 
-**Memory.** Slices are pooled into, and land in, one symmetric buffer of two halves (`plan.bags.Posted`), used in turn.
-A rank writes to the half of the call before last in a kernel that stands behind its taking of the last call. So it has
-the slices that others posted in the last call, which they did behind their taking of the call before: they have read
-what it posted then, and it may write there again, here and at their places. Where in a call two ranks have nothing for
-each other, that proves nothing, and the call ends with a barrier of all ranks' streams; a graph cannot hold one.
-
-**Before anything waits.** Loading a kernel, pinning memory or making symmetric memory may wait for the kernels of this
-rank, and hold back the driver's calls of the proxy's thread, which a waiting kernel needs. So whatever is new is made
-on an idle stream; a call like one before it waits for nothing.
-
-The same holds for callers, while such a call is under way: a kernel that is loaded then, or a copy to or from memory
-that is not pinned, may wait with the driver's lock, until the deadline. Whoever needs one settles the stream first.
-
-**Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
-The proxy's thread serves replays as it serves calls.
+Memory, what may wait and when, and graphs: `posting.py`.
 """
 
 from __future__ import annotations
@@ -37,79 +23,23 @@ import torch
 from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric
-from ..fabric.proxy import Proxy
-from ..plan.bags import Arrival, Layout, Posted, aligned, slices
+from ..plan.bags import Arrival, Layout, Posted, slices
+from ..plan.posts import signal_of
 from ..plan.tiles import chunks
 from .bags import Bags, add_up
 from .cuda_product import device_table
 from .embedding_cuda import Lookup, Slice, is_loaded
 from .embedding_peers import MOST_PARCELS, Exchange, Result
 from .overlap import half_way
+from .posting import Posting, half_of, refuse_capture
 
 if TYPE_CHECKING:
     from ..fabric.symmetric import SymmetricBuffer
     from ..plan.plan import Plan
 
-_HALVES = 2
 _THREADS = 128
 _TAKING_CTAS = 2  # on an SM, where the plan does not say how many
 _MOST_COLUMNS = 512
-_POSTING: dict[str, object] = {"dma": object(), "net": object()}  # names of what is kept with a fabric
-
-
-class Posting:
-    """The proxy of a group over one lane, and what its kernels keep in device memory. Made collectively."""
-
-    def __init__(self, fabric: CudaFabric, lane: str) -> None:
-        from ..kernels.embedding_posts import STATE_WORDS
-
-        fabric.settle()  # of the other lane's calls
-        signals = fabric.group.size * MOST_PARCELS
-        with torch.inference_mode(False):  # it outlives this call
-            self.proxy = Proxy(fabric, signals=signals, lane=lane)
-            self.state = torch.zeros(STATE_WORDS + signals, dtype=torch.int32, device=fabric.device)
-            self.idle = torch.zeros_like(self.state)  # for launches that only load
-        fabric.settle()
-        self._last: torch.cuda.Stream | None = None
-        self._name, self._largest = f"embedding posts over {lane}", 0
-
-    @staticmethod
-    def of(fabric: CudaFabric, lane: str) -> Posting:
-        key = id(_POSTING[lane])
-        found = fabric.kept.get(key)
-        if found is None:
-            if torch.cuda.is_current_stream_capturing():
-                was = f"the first fused one over {lane}, inside a CUDA graph capture"
-                raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it makes a ring")
-            found = fabric.kept[key] = Posting(fabric, lane)
-        assert isinstance(found, Posting)
-        return found
-
-    def memory(self, fabric: CudaFabric, nbytes: int) -> tuple[SymmetricBuffer, int]:
-        """Two halves of so many bytes, and the number by which posts name them. Collective where they grow."""
-        if nbytes > self._largest and not torch.cuda.is_current_stream_capturing():
-            fabric.settle()
-            self._largest = nbytes
-        space = fabric.workspace(self._name, _HALVES * nbytes)
-        is_new = space.identity not in self.proxy.buffers
-        number = self.proxy.attach(space)
-        if is_new:
-            self.proxy.group.barrier()  # all know it before any post names it
-        return space, number
-
-    def follow(self, device: torch.device) -> None:
-        """Calls on different streams come one after the other. When a graph is replayed is for its owner to order."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        here = torch.cuda.current_stream(device)
-        if self._last is not None and self._last != here:
-            here.wait_stream(self._last)
-        self._last = here
-
-
-def signal_of(source: int, parcel: int) -> int:
-    """The number of the arrival signal of a source's slice."""
-    return source * MOST_PARCELS + parcel
 
 
 def reached(fabric: CudaFabric, space: SymmetricBuffer) -> tuple[int, ...] | None:
@@ -141,9 +71,7 @@ def run(
         call.launch(only_load=True)
         with half_way(fabric.group):
             call.launch()
-            if not posted.meets:
-                fabric.settle()
-                fabric.group.barrier()
+            posting.finish(fabric, posted.meets)
     if result is not None:
         return result.finish()
     return add_up(whole, layout) if layout.sums else whole
@@ -153,10 +81,7 @@ def _check(plan: Plan, posted: Posted) -> None:
     if len(plan.parcels) > MOST_PARCELS:
         was = f"of {len(plan.parcels)} parcels"
         raise InvalidArgument(argument="plan", was=was, must=f"of at most {MOST_PARCELS} where slices are posted")
-    if not posted.meets and torch.cuda.is_current_stream_capturing():
-        was = "one of ranks without tables or samples, inside a CUDA graph capture"
-        must = f"outside a capture over {plan.lane}: such calls end with a barrier of all ranks"
-        raise InvalidArgument(argument="call", was=was, must=must)
+    refuse_capture(posted.meets, plan.lane)
 
 
 @dataclass(frozen=True)
@@ -293,8 +218,7 @@ class Call:
 
     @property
     def _half(self) -> int:
-        """Bytes of a half of the memory, which all shapes share: not of this call's shape."""
-        return self.space.nbytes // _HALVES // aligned(1) * aligned(1)
+        return half_of(self.space)
 
     @property
     def _watch(self) -> tuple[torch.Tensor, torch.Tensor, int]:

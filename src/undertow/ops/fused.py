@@ -70,10 +70,11 @@ def run(
     # Room and kernels first: what cannot be had is refused before anything moves, and ends no group.
     call: Callable[[], None]
     if fabric.group.device.type == "cuda":
-        from . import fused_cuda, tokens_cuda
+        from . import fused_cuda, posted_cuda, tokens_cuda
 
         if tokens is not None:
-            call = tokens_cuda.exchange(x, w, y, tokens, plan, finish, fabric)
+            exchange = tokens_cuda.exchange if plan.lane == "peer" else posted_cuda.exchange
+            call = exchange(x, w, y, tokens, plan, finish, fabric)
         else:
             call = fused_cuda.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     else:
@@ -123,9 +124,10 @@ def arrive(
     """One all_to_all_matmul by the plan. `keep`: the rows that came are wanted in `received`."""
     call: Callable[[], None]
     if fabric.group.device.type == "cuda":
-        from . import tokens_cuda
+        from . import posted_cuda, tokens_cuda
 
-        call = tokens_cuda.arrive(x, w, received, y, tokens, plan, finish, fabric, arriving, keep)
+        on_device = tokens_cuda.arrive if plan.lane == "peer" else posted_cuda.arrive
+        call = on_device(x, w, received, y, tokens, plan, finish, fabric, arriving, keep)
     else:
         from . import posted_cpu, tokens_cpu
 

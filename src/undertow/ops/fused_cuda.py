@@ -20,7 +20,7 @@ from ..errors import StrategyUnavailable
 from ..fabric import timeline
 from ..fabric.cuda import CudaFabric
 from ..plan import beside, brought, chain, fused, fused_order
-from . import fused_few
+from . import fused_few, posted_cuda
 from .cuda_product import device_table
 from .finish import Finish
 from .fused_launch import ALIGNED, Launch, Make, active, descriptor, factors, finishing, watch
@@ -48,6 +48,10 @@ def prepare(
 ) -> Callable[[], None]:
     """The whole call of any operator by one kernel, then a norm that may follow: what enqueues it, once."""
     assert isinstance(fabric, CudaFabric)
+    if plan.lane != "peer":
+        if fused.form(problem, plan) == fused.GATHER:
+            return posted_cuda.rows(x, w, y, problem, plan, finish, fabric, arriving)
+        return posted_cuda.sums(x, w, y, problem, plan, finish, fabric)
     makers: dict[str, Make] = {
         fused.SCATTER: _scatter, fused.GATHER: _gather, fused.DECODE: fused_few.at_once, fused.OWNED: fused_few.owned,
     }  # fmt: skip

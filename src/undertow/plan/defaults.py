@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from . import brought, chain, fused
-from .plan import EMBEDDING, SLICES, Plan, Share, split
+from .plan import EMBEDDING, SLICES, TOKENS, Plan, Share, split
 from .problem import Problem
 
 CHUNKS = 4
@@ -70,6 +70,8 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
     so between GPUs, before they multiply. On an H200, four ranks, M 512, K 8192 and 12288: 171, 557, 589, 719 us at
     once, 175, 626, 633, 787 before.
     """
+    if problem.device == "cuda" and lane != "peer":
+        return _posted(problem, lane)
     if problem.device == "cuda" and problem.operator == "all_gather_matmul":
         forms = gather_forms(problem, lane)
         wanted = ("beside", "at once", "before") if problem.together else ("before",)
@@ -77,6 +79,17 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
             wanted = ("at once", *wanted)
         return next(forms[one] for one in wanted if one in forms)
     return _fused(problem, lane)
+
+
+def _posted(problem: Problem, lane: str) -> Plan:
+    """A GPU's fused plan where tiles are posted: parcels of whole bands, own ones last, or own rows first."""
+    evenly = problem.operator in ("matmul_all_reduce", TOKENS)
+    tile = fused_tile(problem, problem.m // problem.ranks if evenly else min(problem.shards))
+    gathers = problem.operator == "all_gather_matmul"
+    return Plan(
+        "fused", lane, ((0, 1),), Share(max(1, problem.multiprocessors - _SPARE)), tile, group_bands=8,
+        own_last=fused.own_last(problem, lane), piece=fused.piece_of(problem.k) if gathers else 1024,
+    )  # fmt: skip
 
 
 def _crowded(problem: Problem) -> bool:
@@ -170,7 +183,15 @@ def _fused(problem: Problem, lane: str) -> Plan:
     if problem.operator == "all_gather_matmul":  # K of the others is each rank's own, and ranks must plan the same
         piece = fused.piece_of(problem.k, bands, loaders or 0 if problem.bulk else 0)  # narrow ones spill without TMA
     found = Plan(
-        "fused", lane, ((0, 1),), share, tile, group_bands=8, own_last=fused.own_last(problem), piece=piece, pull=pull
+        "fused",
+        lane,
+        ((0, 1),),
+        share,
+        tile,
+        group_bands=8,
+        own_last=fused.own_last(problem, lane),
+        piece=piece,
+        pull=pull,
     )
     return replace(found, **few)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SCATTER, EXCHANGE, GATHER, DECODE, OWNED = "scatter", "exchange", "gather", "decode", "owned"
 OF_FEW_ROWS = (DECODE, OWNED)
-MOST_RANKS = 8  # of the GPU kernels, which are unrolled over them
+MOST_RANKS = 8  # of the GPU kernels that store into peers' memory, which are unrolled over them
 MOST_DECODE_ROWS = 64
 MOST_PACKETS = 32  # polled together
 WIDEST_PIECE = 16384  # columns: what a CTA of the gather kernel moves at once
@@ -80,24 +80,23 @@ def at_once(plan: Plan) -> bool:
     return plan.pull and plan.order == "rotated" and every is not None and bringing >= every
 
 
-def own_last(problem: Problem) -> bool:
-    """Whether a rank's own tiles come last. A gather's come first, and where a GPU sums there is no such order; of rows
-    that change ranks they do in each group of bands."""
+def own_last(problem: Problem, lane: str) -> bool:
+    """Whether a rank's own tiles come last. A gather's come first, and where a GPU sums beside its products there is no
+    such order; of rows that change ranks they do in each group of bands."""
     if problem.operator == "all_gather_matmul":
         return False
-    return problem.device == "cpu" or problem.operator == TOKENS
+    return problem.device == "cpu" or problem.operator == TOKENS or lane != "peer"
 
 
 def why_not(problem: Problem, lane: str) -> str:
     """Why no fused plan can run this problem over this lane, or "". Only what all ranks know decides."""
     if problem.device == "cpu":
         return ""
-    if lane != "peer":
-        return "a GPU's kernel stores its tiles into another rank's memory, which is lane peer"
+    most = MOST_RANKS if lane == "peer" else LINE if problem.operator == TOKENS else problem.ranks
     gathers = problem.operator == "all_gather_matmul"  # where K is the same on all ranks and N is not
     reasons = (
         (problem.item_size != 2, f"the fused kernels multiply float16 and bfloat16, not {problem.dtype}"),
-        (problem.ranks > MOST_RANKS, f"the fused kernels know {MOST_RANKS} ranks, not {problem.ranks}"),
+        (problem.ranks > most, f"the fused kernels know {most} ranks over lane {lane}, not {problem.ranks}"),
     )
     found = next((reason for bad, reason in reasons if bad), "")
     if found or problem.operator == TOKENS:  # any number of rows, and none; of columns where none are brought

@@ -258,7 +258,7 @@ class Plan:
         whole = problem.operator == "matmul_all_reduce" and not self.split  # sums that every rank gets
         gathers = problem.operator == "all_gather_matmul"  # elsewhere nothing comes in pieces, and K is a rank's own
         pieces = fused.parts(self, problem.k) if gathers else 0
-        last = fused.own_last(problem)
+        last = fused.own_last(problem, self.lane)
         sums = problem.operator == "matmul_reduce_scatter" and not self.deterministic  # not in rank order
         scatters = sums and self.tile == chain.TILE
         rotates = (gathers or scatters) and problem.bulk and problem.device == "cuda"

@@ -1,0 +1,67 @@
+"""Fused matmuls that post to the proxy's ring, run inside the ranks of a virtual node: all posted, none stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import matmul_suite
+import torch
+from matmul_suite import Case
+
+import undertow as ut
+from undertow.errors import StrategyUnavailable
+
+LANES = ("dma", "net")
+SHAPES = ((512, 512, 128), (1160, 264, 72), (515, 130, 33), (3, 16, 8))
+CALLS = 3  # of each: both halves of the memory, and one that comes behind a call of its own half
+REFUSED = ("not a multiple of 8", "a rank has no rows", "there is nothing to multiply")
+
+
+def posted_matmuls_are_exact(group: ut.Group) -> None:
+    """Each call a few times in a row with other numbers, ranks late in turn; lanes share nothing and take turns."""
+    for operator in matmul_suite.OPERATORS:
+        ran = 0
+        for number, shape in enumerate(SHAPES):
+            for turn in range(CALLS * len(LANES)):
+                case = Case(operator, f"fused:{LANES[turn % len(LANES)]}", torch.bfloat16, shape, 30 + 47 * turn)
+                if (turn + number) % group.size == group.rank:
+                    torch.cuda._sleep(2_000_000)
+                try:
+                    matmul_suite.verify(group, case)
+                    ran += 1
+                except StrategyUnavailable as error:
+                    if not any(one in str(error) for one in REFUSED):
+                        raise AssertionError(f"{case}: {error}") from error
+                torch.cuda.synchronize()
+                group.check()
+        assert ran >= 2 * CALLS * len(LANES), f"{operator}: {ran} calls ran"
+
+
+def posted_matmuls_replay(group: ut.Group) -> None:
+    """Captured calls in which every rank has something for every other one, replayed with new inputs."""
+    from gpu_checks import _replay
+
+    device, rows = group.device, 128 * group.size
+    xs = [matmul_suite._drawn(rows, 64, 7 + one, 8).to(device, torch.bfloat16) for one in range(group.size)]
+    ws = [matmul_suite._drawn(64, 256, 70 + one, 8).to(device, torch.bfloat16) for one in range(group.size)]
+    whole = torch.stack([x.float() @ w.float() for x, w in zip(xs, ws, strict=True)]).sum(0)
+    gathered = torch.cat([x[:128] for x in xs]).float() @ ws[group.rank].float()
+    x, w = xs[group.rank].clone(), ws[group.rank]
+    shard = x[:128].clone()
+    wants = {
+        "matmul_all_reduce": (x, whole), "matmul_reduce_scatter": (x, whole.chunk(group.size)[group.rank]),
+        "all_gather_matmul": (shard, gathered),
+    }  # fmt: skip
+    for operator, (given, want) in wants.items():
+        for lane in LANES:
+            y = torch.empty(want.shape, dtype=torch.bfloat16, device=device)
+
+            def call(
+                operator: str = operator, lane: str = lane, given: torch.Tensor = given, y: torch.Tensor = y
+            ) -> None:
+                getattr(ut, operator)(given, w, group=group, strategy=f"fused:{lane}", out=y)
+
+            _replay(group, f"{operator} {lane}", given, y, call, want.to(torch.bfloat16))
+
+
+CHECKS: tuple[Callable[[ut.Group], None], ...] = (posted_matmuls_are_exact, posted_matmuls_replay)
