@@ -202,7 +202,7 @@ SUMS = [(2, 70, 136, 24), (3, 200, 264, 40), (3, 33, 16, 8)]
 
 @pytest.mark.parametrize("bulk", [True, False])
 @pytest.mark.parametrize("operator", ["matmul_reduce_scatter", "matmul_all_reduce"])
-@pytest.mark.parametrize("number", range(len(SUMS)))
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_sums(number: int, operator: str, bulk: bool) -> None:
     """Shards of one band and of several, and an all_reduce of which a rank owns no band."""
     ranks, m, n, k = SUMS[number]
@@ -267,7 +267,7 @@ def token_plan(tokens: Tokens, n: int, k: int, bulk: bool, mirrored: bool) -> tu
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize(("n", "k"), [(136, 24), (33, 13)])
+@pytest.mark.parametrize(("n", "k"), [(136, 24), pytest.param(33, 13, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("number", range(len(SIZES)))
 def test_tokens_leave(number: int, n: int, k: int, bulk: bool) -> None:
     tokens, bias = Tokens.of(SIZES[number]), made(2, n, seed=3)
@@ -289,7 +289,7 @@ def test_tokens_leave(number: int, n: int, k: int, bulk: bool) -> None:
 
 
 @pytest.mark.parametrize("bulk", [True, False])
-@pytest.mark.parametrize("n", [136, 33])
+@pytest.mark.parametrize("n", [pytest.param(136, marks=pytest.mark.nightly), 33])
 @pytest.mark.parametrize("number", range(len(SIZES)))
 def test_tokens_arrive(number: int, n: int, bulk: bool) -> None:
     tokens, k = Tokens.of(SIZES[number]), 24

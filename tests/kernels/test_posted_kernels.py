@@ -59,9 +59,10 @@ def bringing(leave: bool, target: str = "sm_90", even: bool = True) -> CompiledK
     return built(posted.bring_kernel, {**PIECES, "STRIDE": 32, "LEAVE": leave, "EVEN": even}, target)
 
 
-def test_arithmetic() -> None:
-    folder = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder / "interpreted_posted.py")]
+@pytest.mark.parametrize("which", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
+def test_arithmetic(which: str) -> None:
+    file = str(Path(__file__).parent / "interpreted_posted.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, file]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -37,6 +37,10 @@ def exact(group: ut.Group) -> None:
     for number, operator in enumerate(suite.OPERATORS):
         for strategy in suite.strategies(("net",)):
             suite.verify(group, suite.Case(operator, strategy, torch.float32, (61, 67, 5), 30 + number))
+    ut.matmul_reduce_scatter(torch.ones(8, 3), torch.ones(3, 5), group=group, strategy="fused")
+    told = ut.explain()
+    assert told is not None
+    assert told.plan.name == "fused:net", "between nodes it is posted"
     xs, ws = suite._factors(group, suite.Case("", "", torch.float64, (97, 101, 8), 7))
     y = ut.matmul_all_reduce(xs[group.rank], ws[group.rank], group=group, program=co.LIBRARY["hierarchical"])
     assert torch.equal(y, reference(xs, ws))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from undertow.plan.plan import GRAINS
 from undertow.report import cuda_facts, doctor
 from undertow.report.doctor import Diagnosis, Finding, Missing, examine, judge, probe, render
 from undertow.report.tables import plain
@@ -95,8 +96,8 @@ def test_this_machine_is_examined_without_touching_cuda() -> None:
 
 def test_cpu_only_machine() -> None:
     found = reasons(healthy())
-    everywhere = [f"{grain}:{lane}" for grain in ("serial", "chunked", "signaled") for lane in ("net", "peer", "dma")]
-    assert list(found) == [*everywhere, "fused:peer"]
+    everywhere = [f"{grain}:{lane}" for grain in GRAINS for lane in ("net", "peer", "dma")]
+    assert list(found) == everywhere
     assert found["serial:net"] == (True, "CPU: torch.distributed; GPU: no GPU is visible")
     assert found["chunked:dma"][0]
     assert found["fused:peer"] == (True, "CPU: shared memory; GPU: no GPU is visible")

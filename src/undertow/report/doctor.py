@@ -254,7 +254,7 @@ def judge(diagnosis: Diagnosis) -> list[StrategyFinding]:
     cpu, gpu = _cpu_lanes(diagnosis), _gpu_lanes(diagnosis)
     found = []
     for grain in ("serial", "chunked", "signaled", "fused"):
-        for lane in ("net", "peer", "dma") if grain != "fused" else ("peer",):
+        for lane in ("net", "peer", "dma"):
             on_cpu, on_gpu = cpu[lane], gpu[lane]
             reason = f"CPU: {on_cpu[1]}; GPU: {on_gpu[1]}"
             found.append(StrategyFinding(f"{grain}:{lane}", on_cpu[0] or on_gpu[0], reason))
