@@ -113,6 +113,26 @@ def a_lost_post() -> str:
     return "not noticed"
 
 
+def gradients_without_meetings() -> bool:
+    """Ranks that meet do so in each other's memory, which ranks of another node have no pointer to."""
+    group = ut.init()
+
+    def refused(name: str) -> None:
+        raise AssertionError(f"{name}: nobody can meet")
+
+    group.fabric.meeting = refused  # type: ignore[method-assign,assignment]
+    for call in (ut.matmul_reduce_scatter, ut.all_gather_matmul):
+        found = []
+        for strategy in ("serial:net", "fused:net"):
+            x = torch.arange(24.0).view(8, 3).requires_grad_()
+            w = torch.arange(15.0).view(3, 5).requires_grad_()
+            call(x, w, group=group, strategy=strategy).square().sum().backward()  # type: ignore[operator]
+            found.append((x.grad, w.grad))
+        for ours, want in zip(found[1], found[0], strict=True):
+            assert torch.equal(ours, want)
+    return True
+
+
 def explained() -> list[tuple[str, str]]:
     """The plan and the reason of every operator that is fused over lane net."""
     group, found = ut.init(), []

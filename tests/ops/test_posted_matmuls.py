@@ -40,6 +40,10 @@ def test_a_post_that_never_leaves_is_an_error_at_the_deadline() -> None:
     assert has_all == "not noticed"
 
 
+def test_gradients_need_no_meeting_in_peers_memory() -> None:
+    assert ut.launch(targets.gradients_without_meetings, 2, device="cpu", deadline=20) == [True, True]
+
+
 def test_the_operators_explain_themselves() -> None:
     for found in ut.launch(targets.explained, 2, device="cpu"):
         assert found == [("fused:net", "The strategy was given.")] * 4

@@ -87,7 +87,7 @@ def run(
             call = fused_cpu.prepare(x, w, y, problem, plan, finish, fabric, arriving)
     also = bringer(fabric, beside) if beside is not None and has_collectives(fabric, lane) else None
     meet = also.meet if also is not None else None
-    stays = arriving is not None and fabric.group.size > 1
+    stays = arriving is not None and fabric.group.size > 1 and plan.lane == "peer"  # what is posted has its turns
     gate = meet or (fabric.meeting("rows that stay") if stays else fabric.gate())
     with half_way(fabric.group):
         if also is not None and meet is None:
