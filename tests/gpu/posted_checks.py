@@ -64,4 +64,44 @@ def posted_matmuls_replay(group: ut.Group) -> None:
             _replay(group, f"{operator} {lane}", given, y, call, want.to(torch.bfloat16))
 
 
-CHECKS: tuple[Callable[[ut.Group], None], ...] = (posted_matmuls_are_exact, posted_matmuls_replay)
+def posted_gradients_and_norms(group: ut.Group) -> None:
+    """What follows a posted call, first on another stream: gradients, several weights, a norm; as serial has them."""
+    device, rows = group.device, 64 * group.size
+    side, norm = torch.cuda.Stream(), torch.nn.RMSNorm(256, device=device, dtype=torch.bfloat16)
+
+    def drawn(height: int, width: int, seed: int) -> torch.Tensor:
+        return matmul_suite._drawn(height, width, seed, 4).to(device, torch.bfloat16)
+
+    for turn in range(CALLS):
+        x, w = drawn(rows, 64, 300 + group.rank + 10 * turn), drawn(64, 256, 400 + group.rank)
+        found = []
+        side.wait_stream(torch.cuda.current_stream())
+        for strategy in ("serial:peer", *(f"fused:{lane}" for lane in LANES)):
+            here: list[torch.Tensor] = []
+            with torch.cuda.stream(side if turn % 2 else torch.cuda.current_stream()):
+                for call in (
+                    ut.matmul_reduce_scatter,
+                    ut.all_gather_matmul,
+                    ut.matmul_all_to_all,
+                    ut.all_to_all_matmul,
+                ):
+                    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+                    y = call(*leaves, group=group, strategy=strategy)  # type: ignore[operator]
+                    y.backward(torch.ones_like(y))
+                    here += [y.detach(), leaves[0].grad, leaves[1].grad]  # type: ignore[list-item]
+                several, gathered = ut.all_gather_matmul(
+                    x[:64], [w, w[:, :128]], activation=["relu", "none"], gathered=True, group=group, strategy=strategy
+                )  # fmt: skip
+                with torch.no_grad():
+                    here += [*several, gathered, ut.matmul_all_reduce(x, w, norm=norm, group=group, strategy=strategy)]
+            torch.cuda.synchronize()
+            group.check()
+            found.append(here)
+        for other in found[1:]:
+            for number, (got, want) in enumerate(zip(other, found[0], strict=True)):
+                torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2, msg=f"turn {turn}, result {number}")
+
+
+CHECKS: tuple[Callable[[ut.Group], None], ...] = (
+    posted_matmuls_are_exact, posted_matmuls_replay, posted_gradients_and_norms,
+)  # fmt: skip

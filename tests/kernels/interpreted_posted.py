@@ -75,7 +75,7 @@ for _module, _name, _other in (
     setattr(_module, _name, _other)
 for _name, _found in (
     ("device_table", lambda fabric, key, make: fabric.tables.setdefault(key, torch.from_numpy(np.array(make())))),
-    ("is_loaded", lambda fabric, name, tensors, variant: False),
+    ("has_table", lambda fabric, key: key in fabric.tables),
 ):
     setattr(posted_cuda, _name, _found)
 torch.set_num_threads(1)  # processes are forked: threads of a parallel loop would not be there
@@ -113,11 +113,14 @@ class Rank:
             memory=self._memory, finish=self._finish,
         )  # fmt: skip
         self.fabric: Any = object.__new__(CudaFabric)
-        self.fabric.group = SimpleNamespace(rank=rank, size=node.size, deadline=PATIENCE)
+        self.fabric.group = SimpleNamespace(
+            rank=rank, size=node.size, deadline=PATIENCE, failed=False, exchange=lambda said, what: [said]
+        )
         self.fabric.device, self.fabric.multiprocessors = torch.device("cpu"), CTAS
         self.fabric.bulk_copies, self.fabric.tables, self.fabric.kept = node.bulk, {}, {}
         self.fabric.guard = SimpleNamespace(abort=node.abort[rank : rank + 1], error=torch.zeros(1, dtype=torch.int32))
-        self.fabric.settle = lambda: None
+        self.fabric.settle = self.fabric.rest = lambda: None
+        self.fabric.shares_device = True
         self.fabric.poison_if_aborted = lambda *outputs: None
         self.fabric.signal_word = lambda signals, index: node.arrived[rank][index * STRIDE :]
 

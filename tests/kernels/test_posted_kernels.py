@@ -78,6 +78,20 @@ def test_nothing_is_spilled_and_products_are_not_serialised(landed: bool, target
         assert not made.serialised
 
 
+def test_nothing_is_compiled_that_was_not_loaded() -> None:
+    """What a launch is compiled for beside its constants must be in the variants of `ops/posted_cuda.py`."""
+    variants = {
+        posted.multiply_and_post_kernel: {"a", "b", "n"},  # factors are aligned, or descriptors
+        posted.sum_kernel: {"out"},
+        posted.bring_kernel: set(),
+        posted.multiply_landed_kernel: {"a", "b", "out", "n"},
+        posted.count_kernel: set(),
+    }
+    for kernel, known in variants.items():
+        free = {one.name for one in kernel.params if not one.is_constexpr and not one.do_not_specialize}
+        assert free == known, kernel
+
+
 def test_16_bytes_at_a_time() -> None:
     for leave in (False, True):
         assert bringing(leave).ptx.count("ld.global.v4") == bringing(leave).ptx.count("st.global.v4") == 2

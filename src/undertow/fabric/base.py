@@ -426,10 +426,13 @@ class Fabric(ABC):
 
     def finish(self) -> None:
         """Have what was posted moved, before the process ends or the memory goes. Not collective."""
-        if self._services:
-            self.rest()
-        for service in list(self._services):
+        services = list(self._services)
+        if services:
+            self.rest()  # kernels have posted what they post
+        for service in services:
             service.stop()
+        if services:
+            self.rest()  # what the services enqueued has been copied
 
     def close(self) -> None:
         """Release everything. Tensors taken from buffers stay valid."""

@@ -193,10 +193,13 @@ def _leave_at_exit() -> None:
 
 
 def _leave() -> None:
-    if not Group.any_failed and getattr(sys, "last_value", None) is None:  # set by an exception that nobody caught
+    in_order = not Group.any_failed and getattr(sys, "last_value", None) is None  # set by what nobody caught
+    if in_order:
         FlightRing.mine().leave()
-        for group in list(_groups.values()):
+    try:
+        for group in list(_groups.values()) if in_order else ():
             group.finish()
-    for group in list(_groups.values()):
-        group.fall_silent()
-    watchdog.instance().stop()
+    finally:
+        for group in list(_groups.values()):
+            group.fall_silent()
+        watchdog.instance().stop()

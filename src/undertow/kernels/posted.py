@@ -27,7 +27,8 @@ memory, the memory's address, and the bytes of a half of it. `state`, in this ra
 Nothing that changes from call to call is an argument, so a graph can replay them.
 
 Nobody waits for what needs an SM of this rank: posts wait for room in the ring, which the proxy's thread makes, and
-the others for what has landed, which copy engines bring. So no launch need be resident as a whole.
+the others for what has landed, which copy engines bring. So no launch need be resident as a whole; but where ranks
+share a GPU, those that wait must leave room for the products of others.
 
 Memory ordering of a post. CTAs store a parcel's tiles with ordinary stores, then take the parcel's ticket (a CTA
 barrier, an acquire-release add at system scope), so the last one has acquired what all stored, and the ready word that
@@ -176,7 +177,7 @@ def _part(memory, place, landed, next_slot, source, rank, ranks, offset, mask):
     return tl.load(memory + (at + offset), mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=_FREE)
+@triton.jit(do_not_specialize=[*_FREE, "n"])
 def sum_kernel(
     out, like, bias, parcels, count: tl.int32, posts, tickets, ring, signals, state, n: tl.int32, first: tl.int64,
     next_slot: tl.int64, rank: tl.int32, ranks: tl.int32, kept: tl.int64, abort, error, deadline_ns: tl.int64,

@@ -221,6 +221,11 @@ def device_table(fabric: Fabric, key: tuple[object, ...], make: Callable[[], NDA
     return found
 
 
+def has_table(fabric: Fabric, key: tuple[object, ...]) -> bool:
+    """Whether `device_table` would find it: another one is uploaded."""
+    return key in fabric.kept.get(id(_TABLES), {})  # type: ignore[operator]
+
+
 def _spread(words: NDArray[np.int64]) -> NDArray[np.int64]:
     """Words as far apart as counters are."""
     found = np.zeros(len(words) * _WORD, np.int64)

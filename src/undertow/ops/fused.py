@@ -2,7 +2,9 @@
 
 Bias and activation are taken with the tile that is complete, a norm in the end. What a gradient wants computed beside
 is computed before (`beside`; behind it, where all ranks meet once for both), or from the rows that have arrived
-(`arriving`): a fused call has no lane that could carry anything beside it, and its one kernel holds all SMs.
+(`arriving`): a fused call has no lane that could carry anything beside it, and its kernels hold all SMs. Over `peer` it
+is one kernel; over `net` and `dma` some kernels post what others, or the threads of a CPU, take (`posted_cuda.py`,
+`posted_cpu.py`).
 """
 
 from __future__ import annotations

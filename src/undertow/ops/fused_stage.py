@@ -63,7 +63,7 @@ class Stage(InOrder):
         """[ranks, 2 * half]: `data` of all ranks. The first time not in a capture; all ranks or none get it."""
         if self.joined is None:
             made: list[Joined] = []
-            reason = _why_not(lambda: made.append(fabric.joined(self.data)))
+            reason = why_not(lambda: made.append(fabric.joined(self.data)))
             said = fabric.group.exchange(reason, "whether memory could be mapped side by side")
             try:
                 agree(said, "could not map the others' memory")
@@ -179,11 +179,12 @@ def load(
         with half_way(fabric.group):
             attempt()
     else:
-        agree(fabric.group.exchange(_why_not(attempt), "whether a fused kernel could be loaded"))
+        agree(fabric.group.exchange(why_not(attempt), "whether a fused kernel could be loaded"))
     loaded |= {common, kind}
 
 
-def _why_not(attempt: Callable[[], None]) -> str:
+def why_not(attempt: Callable[[], None]) -> str:
+    """What kept the attempt from succeeding, or ""."""
     try:
         attempt()
     except Exception as error:  # whatever a compiler raises: the others must hear of it

@@ -20,15 +20,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..fabric.base import WORD_STRIDE
 from ..fabric.cuda import CudaFabric
 from ..plan import fused, post_tables
 from ..plan.posts import SIGNALS, Passed, Rows, Sums
-from .cuda_product import device_table
-from .embedding_cuda import is_loaded
+from .cuda_product import device_table, has_table
 from .finish import Finish
 from .fused_launch import ALIGNED, active, descriptor, factors, finishing, watch
+from .fused_stage import agree, why_not
+from .overlap import half_way
 from .posting import Posting, half_of, refuse_capture
 
 if TYPE_CHECKING:
@@ -41,10 +43,11 @@ if TYPE_CHECKING:
     from .beside import Taking
 
 _STRIDE = WORD_STRIDE // 4
-_BRINGING_CTAS = 2  # on an SM, where the plan does not say how many
+_BRINGING_CTAS = 2  # on an SM of a GPU that no other rank needs, where the plan does not say how many
 _WARPS = 4
 _ELEMENTS, _MOST_COLUMNS = 2048, 512  # of a piece that a CTA brings at once
 _LANES = 128
+_LOADED, _FOLLOWED = object(), object()  # names of what is kept with a fabric
 
 Run = Callable[[torch.Tensor, int, int], None]  # given the state, how much there is to do, and by how many CTAs
 
@@ -61,37 +64,46 @@ class _Step:
 
 
 class _Call:
-    """What the launches of one call share: memory, tables, and the words that they are given."""
+    """What the launches of one call share: memory, tables, and the words that they are given.
+
+    `kind`: of calls, known to all ranks; with `sizes` it is what tables depend on.
+    """
 
     def __init__(
-        self, fabric: CudaFabric, plan: Plan, like: torch.Tensor, key: tuple[object, ...], elements: int, meets: bool
-    ) -> None:
+        self, fabric: CudaFabric, plan: Plan, like: torch.Tensor, kind: str, sizes: tuple[object, ...], elements: int,
+        meets: bool,
+    ) -> None:  # fmt: skip
         refuse_capture(meets, plan.lane)
         self.fabric, self.plan, self.like, self.meets = fabric, plan, like, meets
         self.posting = Posting.of(fabric, plan.lane)
         self.space, self.number = self.posting.memory(fabric, elements * like.element_size())
         self.half = half_of(self.space) // like.element_size()
         self.steps: list[_Step] = []
-        self._key = (*key, plan.digest, fabric.group.rank)
+        self._key, self._common = (kind, *sizes, plan.digest, fabric.group.rank), (kind, plan.digest, like.dtype)
+        self._rested = torch.cuda.is_current_stream_capturing()
+        proxy, memory = self.posting.proxy, self.space.address(fabric.group.rank)
+        half = self.half * like.element_size()
+        self.ring = self.words(proxy.address, proxy.head.data_ptr(), proxy.capacity, self.number, memory, half)
+        self.signals = fabric.signal_word(proxy.signals, 0)
 
-    @property
-    def ring(self) -> torch.Tensor:
-        proxy, memory = self.posting.proxy, self.space.address(self.fabric.group.rank)
-        half = self.half * self.like.element_size()
-        return self.words(proxy.address, proxy.head.data_ptr(), proxy.capacity, self.number, memory, half)
-
-    @property
-    def signals(self) -> torch.Tensor:
-        return self.fabric.signal_word(self.posting.proxy.signals, 0)
+    def rest(self) -> None:
+        """Before what is new is uploaded or loaded: that may wait for kernels of this rank, with a lock that the
+        proxy's thread needs, for which they wait."""
+        if not self._rested:
+            self._rested = True
+            self.fabric.rest()
 
     def words(self, *numbers: int) -> torch.Tensor:
-        return device_table(self.fabric, ("posted words", numbers), lambda: np.array(numbers, np.int64))
+        return self._uploaded(("posted words", numbers), np.array(numbers, np.int64))
 
     def table(self, name: str, made: Integers) -> torch.Tensor:
         """On the GPU; never an empty one, which would have no address."""
-        if not made.size:
-            return self.words(0)
-        return device_table(self.fabric, (name, *self._key), lambda: made)
+        return self._uploaded((name, *self._key), made) if made.size else self.words(0)
+
+    def _uploaded(self, key: tuple[object, ...], made: Integers) -> torch.Tensor:
+        if not has_table(self.fabric, key):
+            self.rest()
+        return device_table(self.fabric, key, lambda: made)
 
     def memory(self, first: int, rows: int, width: int) -> torch.Tensor:
         """Rows of this rank's memory, [2 halves, rows, width]."""
@@ -102,18 +114,43 @@ class _Call:
         self.steps.append(_Step(name, variant, count, max(1, ctas), run))
 
     def load(self) -> None:
-        """Have all kernels loaded before anything of the call waits."""
-        if torch.cuda.is_current_stream_capturing():
+        """Have all kernels loaded before anything of the call waits: of a new kind of call by all ranks together, so
+        that none waits while another compiles, and one that cannot stops all. How tensors lie is each rank's own."""
+        loaded: set[object] = self.fabric.kept.setdefault(id(_LOADED), set())  # type: ignore[assignment]
+        new = {(one.name, self.like.dtype, *sorted(one.variant.items())): one for one in self.steps}
+        new = {key: one for key, one in new.items() if key not in loaded}
+        if not new and self._common in loaded:
             return
-        for one in self.steps:
-            if not is_loaded(self.fabric, one.name, (self.like,), one.variant):
-                self.fabric.settle()
+        if torch.cuda.is_current_stream_capturing():
+            was = "the first one of this kind, inside a CUDA graph capture"
+            raise InvalidArgument(argument="call", was=was, must="made once before it is captured: it compiles")
+
+        def attempt() -> None:
+            self.rest()
+            for one in new.values():
                 one.run(self.posting.idle, 0, 1)
+            self.fabric.settle()
+
+        group = self.fabric.group
+        if self._common in loaded:  # the others are in the call already
+            with half_way(group):
+                attempt()
+        else:
+            agree(group.exchange(why_not(attempt), "whether a fused kernel could be loaded"))
+        loaded |= {self._common, *new}
 
     def enqueue(self) -> None:
         for one in self.steps:
             with timeline.event(one.name, engine="compute", fused=True):
                 one.run(self.posting.state, one.count, one.ctas)
+
+    def before_others(self, *what: object) -> None:
+        """Before kernels that are not this call's follow it: those of the first such call would be loaded behind it."""
+        followed: set[object] = self.fabric.kept.setdefault(id(_FOLLOWED), set())  # type: ignore[assignment]
+        key = (*self._common, *what)
+        if key not in followed and not torch.cuda.is_current_stream_capturing():
+            self.fabric.rest()
+            followed.add(key)
 
     # -- the launches --------------------------------------------------------------------------------------------------
 
@@ -245,7 +282,9 @@ class _Call:
         """CTAs that bring or sum: no more than the largest parcel has pieces."""
         most = int(parcels[:, 0].max(initial=0))
         items = -(-most // pieces["ROWS"]) * -(-width // pieces["COLUMNS"])
-        return min(items, self.plan.share.communication_ctas or _BRINGING_CTAS * active(self.plan, self.fabric))
+        # Where ranks share a GPU, none of them takes more SMs from the others' products than it has.
+        each = 1 if self.fabric.shares_device else _BRINGING_CTAS
+        return min(items, self.plan.share.communication_ctas or each * active(self.plan, self.fabric))
 
     def made(self, work: Callable[[], None]) -> Callable[[], None]:
         """The call: loaded now; `work` enqueues all of it, in the order of calls."""
@@ -274,7 +313,8 @@ def sums(
     rank, broadcast = fabric.group.rank, problem.operator == "matmul_all_reduce"
     shards = fused.owned(problem, plan)
     layout = Sums(shards, plan.tile[0], problem.n, broadcast)
-    call = _Call(fabric, plan, y, ("posted sums", shards, problem.n, broadcast), layout.elements, layout.meets)
+    kind, sizes = f"posted {problem.operator}", (shards, problem.n)
+    call = _Call(fabric, plan, y, kind, sizes, layout.elements, layout.meets)
     products = post_tables.landing_products(layout, rank)
     call.multiply_and_post(x, w, Finish(None, "none"), post_tables.leaving_products(layout, plan, rank), "products")
     own = layout.first(rank) if broadcast else 0
@@ -289,6 +329,7 @@ def sums(
     def work() -> None:
         call.enqueue()
         if finish.after is not None:
+            call.before_others(type(finish.after.norm), finish.after.residual is None, finish.bias is None, y.shape[1])
             finish.apply(y)
 
     return call.made(work)
@@ -312,7 +353,7 @@ def rows(
         w, y, finish = w.new_zeros(k, ALIGNED), y.new_empty(problem.m, ALIGNED), Finish(None, "none")
     n = w.shape[1]
     layout = Rows(problem.shards, plan.tile[0], k)
-    call = _Call(fabric, plan, x, ("posted rows", problem.shards, n, k), layout.elements, layout.meets)
+    call = _Call(fabric, plan, x, "posted rows", (problem.shards, n, k), layout.elements, layout.meets)
     landing = post_tables.landing_rows(layout, n, plan, rank)
     call.bring(x.contiguous(), post_tables.leaving_rows(layout, rank), True, "own rows")
     call.multiply_landed(0, problem.m, w, y, finish, landing, "rows")
@@ -321,10 +362,9 @@ def rows(
     def work() -> None:
         call.enqueue()
         if arriving is not None:
+            call.before_others(type(arriving), problem.m, k)
             arriving.all_at_once(_last_half(call, 0, problem.m, k))
             fabric.poison_if_aborted(*arriving.made)
-        if finish.after is not None:
-            finish.apply(y)
 
     return call.made(work)
 
@@ -339,7 +379,7 @@ def exchange(
     if n == 0 or tokens.most == 0:  # on all ranks
         return _nothing
     layout = Passed(tokens, plan.tile[0], n)
-    call = _Call(fabric, plan, y, ("posted exchange", tokens, n), layout.elements, layout.meets)
+    call = _Call(fabric, plan, y, "posted exchange", (tokens, n), layout.elements, layout.meets)
     landing = post_tables.landing_tokens(layout, rank)
     call.multiply_and_post(x, w, finish, post_tables.leaving_tokens(layout, plan, rank), "tokens")
     call.bring(y, landing, False, "tokens that land")
@@ -370,7 +410,7 @@ def arrive(
         finish = Finish(None, "none")
     n = w.shape[-1]
     layout = Passed(tokens, plan.tile[0], k)
-    call = _Call(fabric, plan, x, ("posted rows of tokens", tokens, n, k), layout.elements, layout.meets)
+    call = _Call(fabric, plan, x, "posted rows of tokens", (tokens, n, k), layout.elements, layout.meets)
     landing = post_tables.landing_token_tiles(layout, n, plan, rank)
     call.bring(x.contiguous(), post_tables.leaving_token_rows(layout, rank), True, "own tokens")
     call.multiply_landed(layout.landing(0), received.shape[0], w, y, finish, landing, "tokens")
@@ -381,8 +421,10 @@ def arrive(
         if (keep or arriving is not None) and received.numel():
             received.copy_(_last_half(call, layout.landing(0), *received.shape))
         if arriving is not None:
+            call.before_others(type(arriving), k)
             arriving.begin(received)
             arriving.add([(0, received.shape[0])])
+            fabric.poison_if_aborted(*arriving.made)
 
     return call.made(work)
 

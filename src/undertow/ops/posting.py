@@ -47,7 +47,7 @@ class Posting:
     def __init__(self, fabric: CudaFabric, lane: str) -> None:
         from ..kernels.embedding_posts import STATE_WORDS
 
-        fabric.settle()  # of the other lane's calls
+        fabric.rest()  # of the other lane's calls
         signals = fabric.group.size * SIGNALS
         with torch.inference_mode(False):  # it outlives this call
             self.proxy = Proxy(fabric, signals=signals, lane=lane)

@@ -6,6 +6,8 @@ scatter    matmul_reduce_scatter, matmul_all_reduce: a tile goes to the rank tha
            a CPU compute the rows of the following ranks first, own ones last, so that the others' parts have arrived;
            a GPU sums while it multiplies, and all ranks have the same order (`beside.py`).
            For all_reduce whole bands belong to ranks, by torch.tensor_split's rule, and the owner's sum goes to all.
+           Over `net` and `dma` own rows come last on a GPU, too, and are summed when all products are made
+           (`posts.py`).
 exchange   matmul_all_to_all: a tile goes to the rank that its rows are for. As scatter, without a sum (`tokens.py`).
 gather     all_gather_matmul: a tile waits for its band of rows. Own rows first, then the others' as they arrive: in
            this rank's memory, or (`plan.pull`) in that of their owner, where the tile reads them.

@@ -4,13 +4,15 @@
     parcels   tiles (or rows), place of the rows here, first row in x or in the result, first post, posts, signal
     posts     to whom, source, place there, elements, signal
 
-Places are those of `posts.py`. A tile's signal, and a parcel's, is NOBODY where nothing is waited for.
+Places are those of `posts.py`. A tile's signal, and a parcel's, is NOBODY where nothing is waited for. Tables are
+handed out again, so nobody may write to them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -53,6 +55,7 @@ def others_of(rank: int, ranks: int) -> list[int]:
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(64)
 def leaving_products(layout: Sums, plan: Plan, rank: int) -> Leaving:
     """Tiles of the rows of the following ranks, own ones last, which are a parcel that nobody is sent."""
     assert plan.tile is not None
@@ -76,9 +79,10 @@ def leaving_products(layout: Sums, plan: Plan, rank: int) -> Leaving:
     for tile, line in zip(tiles, found.tolist(), strict=True):
         owner, row = line[fused_order.OWNER], line[fused_order.SHARD_ROW]
         tile[6] = len(parcels) - 1 if owner == rank else first[owner] + layout.number(owner, row)
-    return Leaving(tiles, _rows(parcels, PARCEL_WORDS), _rows(posts, POST_WORDS))
+    return Leaving(_kept(tiles), _rows(parcels, PARCEL_WORDS), _rows(posts, POST_WORDS))
 
 
+@lru_cache(64)
 def landing_products(layout: Sums, rank: int) -> Landing:
     """Own parcels, each of which lands from all other ranks, and whose sum goes to all of them (`broadcast`)."""
     ranks, parcels, posts = len(layout.shards), list[Line](), list[Line]()
@@ -94,6 +98,7 @@ def landing_products(layout: Sums, rank: int) -> Landing:
     return _landing(parcels, posts, numbers)
 
 
+@lru_cache(64)
 def landing_sums(layout: Sums, rank: int) -> Landing:
     """The sums of other ranks, for the result of an all_reduce."""
     parcels = [
@@ -108,6 +113,7 @@ def landing_sums(layout: Sums, rank: int) -> Landing:
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(64)
 def leaving_rows(layout: Rows, rank: int) -> Leaving:
     """Own rows, to all others: first to the rank in front, which multiplies them first."""
     to = others_of(rank, len(layout.shards))[::-1]
@@ -119,6 +125,7 @@ def leaving_rows(layout: Rows, rank: int) -> Leaving:
     return Leaving(_rows([], TILE_WORDS), _rows(parcels, PARCEL_WORDS), _rows(posts, POST_WORDS))
 
 
+@lru_cache(64)
 def landing_rows(layout: Rows, n: int, plan: Plan, rank: int) -> Landing:
     """Tiles of own rows, then of those of the following ranks. Rows without columns are waited for by nobody here."""
     found = fused_order.rotated_table(layout.shards, n, plan, rank)
@@ -142,6 +149,7 @@ def landing_rows(layout: Rows, n: int, plan: Plan, rank: int) -> Landing:
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(64)
 def leaving_tokens(layout: Passed, plan: Plan, rank: int) -> Leaving:
     """Tiles of the rows for all ranks, expert by expert; own ones are a parcel that nobody is sent."""
     assert plan.tile is not None
@@ -162,15 +170,16 @@ def leaving_tokens(layout: Passed, plan: Plan, rank: int) -> Leaving:
             posts.append((to, place, layout.landing(there), one.rows * n, signal_of(rank, number)))
     own = int((found[:, WHOM] % fused.LINE == rank).sum())
     parcels.append((own, 0, 0, 0, 0, NOBODY))
+    sent = {to: [one for one, _ in layout.parcels(rank, to)] for to in first}
+    lines = {to: tokens.lines(to, block_m)[rank] for to in first}
     for tile, whom, word in zip(tiles, found[:, WHOM].tolist(), found[:, WORD].tolist(), strict=True):
         to = whom % fused.LINE
-        tile[6] = len(parcels) - 1
-        if to != rank:
-            band = word // columns - tokens.lines(to, block_m)[rank]
-            tile[6] = first[to] + number_of([one for one, _ in layout.parcels(rank, to)], band)
-    return Leaving(tiles, _rows(parcels, PARCEL_WORDS), _rows(posts, POST_WORDS))
+        own_parcel = len(parcels) - 1
+        tile[6] = own_parcel if to == rank else first[to] + number_of(sent[to], word // columns - lines[to])
+    return Leaving(_kept(tiles), _rows(parcels, PARCEL_WORDS), _rows(posts, POST_WORDS))
 
 
+@lru_cache(64)
 def landing_tokens(layout: Passed, rank: int) -> Landing:
     """Rows of the result: own ones, which stand where they were made, then those of other ranks as they land."""
     parcels = [
@@ -182,6 +191,7 @@ def landing_tokens(layout: Passed, rank: int) -> Landing:
     return _landing(parcels, [], [one[5] for one in parcels if one[5] != NOBODY])
 
 
+@lru_cache(64)
 def leaving_token_rows(layout: Passed, rank: int) -> Leaving:
     """Rows of x for other ranks, which are posted, and own ones, which go to where others' land."""
     parcels, posts = list[Line](), list[Line]()
@@ -195,6 +205,7 @@ def leaving_token_rows(layout: Passed, rank: int) -> Leaving:
     return Leaving(_rows([], TILE_WORDS), _rows(parcels, PARCEL_WORDS), _rows(posts, POST_WORDS))
 
 
+@lru_cache(64)
 def landing_token_tiles(layout: Passed, n: int, plan: Plan, rank: int) -> Landing:
     """Tiles of the rows that arrive, expert by expert, own ones first in each group."""
     assert plan.tile is not None
@@ -205,16 +216,14 @@ def landing_token_tiles(layout: Passed, n: int, plan: Plan, rank: int) -> Landin
     tiles[:, 0] = found[:, fused_order.PLACE] // max(1, n)
     tiles[:, 7] = found[:, 7]
     lines = tokens.lines(rank, block_m)
+    came = [[one for one, _ in layout.parcels(source, rank)] for source in range(tokens.ranks)]
     for tile, line in zip(tiles, found[:, fused_order.BAND_LINE].tolist(), strict=True):
         tile[6] = NOBODY
         if line != fused_order.OWN:
             source = int(np.searchsorted(lines, line, side="right")) - 1
-            number = number_of([one for one, _ in layout.parcels(source, rank)], line - lines[source])
-            tile[6] = signal_of(source, number)
+            tile[6] = signal_of(source, number_of(came[source], line - lines[source]))
     numbers = [
-        signal_of(source, number)
-        for source in others_of(rank, tokens.ranks)
-        for number in range(len(layout.parcels(source, rank)))
+        signal_of(source, number) for source in others_of(rank, tokens.ranks) for number in range(len(came[source]))
     ]
     return _landing([], [], numbers, tiles)
 
@@ -225,9 +234,14 @@ def _landing(
     numbers: Sequence[int],
     tiles: Integers | None = None,
 ) -> Landing:
-    made = _rows([], TILE_WORDS) if tiles is None else tiles
-    return Landing(_rows(parcels, PARCEL_WORDS), _rows(posts, POST_WORDS), made, np.array(numbers, np.int64))
+    made = _rows([], TILE_WORDS) if tiles is None else _kept(tiles)
+    return Landing(_rows(parcels, PARCEL_WORDS), _rows(posts, POST_WORDS), made, _kept(np.array(numbers, np.int64)))
 
 
 def _rows(lines: Iterable[Line], words: int) -> Integers:
-    return np.array(list(lines), np.int64).reshape(-1, words)
+    return _kept(np.array(list(lines), np.int64).reshape(-1, words))
+
+
+def _kept(table: Integers) -> Integers:
+    table.flags.writeable = False
+    return table
