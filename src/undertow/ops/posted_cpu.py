@@ -1,8 +1,9 @@
 """Fused matmuls on a CPU where there is no peer pointer: the last tile of a parcel posts it to the proxy's ring.
 
     sums      for tile of the rows of ranks r + 1, r + 2, ..., r:
-                  product = x @ w; the last one of a parcel of another rank's rows: post it to that rank
-              for own parcel: wait for it from all; y = finish(sum over ranks); all_reduce: post the sum to all
+                  product = x @ w; the last one of a parcel:
+                      of another rank's rows: post it to that rank
+                      own: wait for it from all; y = finish(sum over ranks); all_reduce: post the sum to all
               all_reduce: for parcel of another rank: wait for its sum; y = sum
     rows      for rank r - 1, r - 2, ...: post own rows, parcel after parcel
               for tile of own rows, then of ranks r + 1, ...: wait for the parcel, y = finish(x @ w)
@@ -55,21 +56,17 @@ def sums(
         if not n:
             return
         product = turn.rows(layout.product(0), layout.rows, n)
-        left = {(owner, at): one.bands * columns_of for owner in others for at, one in enumerate(layout.parcels[owner])}
-        table = fused_order.scatter_table(shards, n, plan, rank, broadcast).tolist()
-        for row, rows, column, columns, shard_row, _, owner, _ in table:
-            tile = part_of(product, row, rows, column, columns)
-            multiply_tile(x[row : row + rows], w[:, column : column + columns], tile)
-            if owner == rank:
-                continue
-            number = layout.number(owner, shard_row)
-            left[owner, number] -= 1
-            if not left[owner, number]:
-                one = layout.parcels[owner][number]
-                source = layout.product(layout.first(owner) + one.row)
-                there = layout.landing(owner, rank, one.row)
-                turn.post(owner, source, there, one.rows * n, signal_of(rank, number))
-        for number, one in enumerate(layout.parcels[rank]):
+        left = {(o, at): one.bands * columns_of for o in range(size) for at, one in enumerate(layout.parcels[o])}
+
+        def leave(owner: int, number: int) -> None:
+            """A parcel of another rank's rows, complete."""
+            one = layout.parcels[owner][number]
+            source = layout.product(layout.first(owner) + one.row)
+            turn.post(owner, source, layout.landing(owner, rank, one.row), one.rows * n, signal_of(rank, number))
+
+        def add_up(number: int) -> None:
+            """An own parcel, complete here."""
+            one = layout.parcels[rank][number]
             first = layout.first(rank) + one.row
             parts = []
             for source in range(size):
@@ -86,6 +83,19 @@ def sums(
                 turn.rows(at, one.rows, n).copy_(out)
                 for to in others:
                     turn.post(to, at, at, one.rows * n, signal_of(rank, number, sums=True))
+
+        table = fused_order.scatter_table(shards, n, plan, rank, broadcast).tolist()
+        for row, rows, column, columns, shard_row, _, owner, _ in table:
+            tile = part_of(product, row, rows, column, columns)
+            multiply_tile(x[row : row + rows], w[:, column : column + columns], tile)
+            number = layout.number(owner, shard_row)
+            left[owner, number] -= 1
+            if left[owner, number]:
+                continue
+            if owner == rank:
+                add_up(number)
+            else:
+                leave(owner, number)
         for source in others if broadcast else ():
             for number, one in enumerate(layout.parcels[source]):
                 turn.wait(signal_of(source, number, sums=True), source)
