@@ -187,7 +187,7 @@ def test_the_same_script_on_two_hosts(hosts: Hosts, tmp_path: Path, capsys: pyte
         for strategy, sentence in one["refusals"].items():
             assert sentence == (
                 f"Strategy '{strategy}' is not available: the group spans several nodes;"
-                " possible here: serial:net, chunked:net, signaled:net."
+                " possible here: serial:net, chunked:net, signaled:net, fused:net."
             )
         assert "use lane 'net' to reach it" in one["pointer"]
         for call in one["across"]:
