@@ -273,6 +273,9 @@ def refusals() -> dict[str, str]:
         "no linear": lambda: ut.nn.parallelize(torch.nn.Sequential(Block()), {"*norm": ut.nn.Column()}),
         "tied": lambda: ut.nn.parallelize(tied, {"1": ut.nn.Column()}),
         "attribute": lambda: ut.nn.parallelize(torch.nn.Sequential(Block()), {"*_in": ut.nn.Column(unit="heads")}),
+        "all heads": lambda: ut.nn.parallelize(
+            torch.nn.Sequential(Block()), {"*.norm": ut.nn.Shared(unit="head_dim")}
+        ),
         "fp8": lambda: ut.nn.RowParallelLinear(8, 8, dtype=torch.float8_e4m3fn),
         "placements": lambda: ut.nn.RowParallelLinear(4, 4)(
             distribute_tensor(torch.ones(2, 4), init_device_mesh("cpu", (2,)), [Shard(0)])

@@ -91,6 +91,10 @@ def test_refusals() -> None:
                 "attribute 'heads' around 0.inner_in is None, but must be a whole number: Block has none of that name,"
                 " so give the unit as a number."
             ),
+            "all heads": (
+                "0.norm.weight is of 6 elements, but must be of 4: ranks hold whole heads, and no rank has what a norm"
+                " over all of them needs."
+            ),
             "fp8": (
                 "dtype is of torch.float8_e4m3fn, but must be one of float64, float32, bfloat16, float16;"
                 " fp8 is not supported yet, .to(torch.bfloat16) is the way for now."

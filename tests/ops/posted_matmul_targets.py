@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import time
 
@@ -111,6 +112,20 @@ def a_lost_post() -> str:
     except ut.UndertowError as error:
         return f"{type(error).__name__}: {error}"
     return "not noticed"
+
+
+def between_nodes(seed: int) -> str:
+    """Two nodes of half the ranks each, by name: every operator, where the strategy names no lane; the plan's name."""
+    os.environ["UNDERTOW_NODE"] = f"node {2 * int(os.environ['RANK']) // int(os.environ['WORLD_SIZE'])}"
+    group, chance = ut.init(), random.Random(seed)
+    assert len(group.local_ranks) == group.size // 2
+    for operator in suite.OPERATORS:
+        for shape in chance.sample(suite.SHAPES, 4):
+            suite.verify(group, suite.Case(operator, "fused", torch.float32, shape, chance.randrange(1 << 30)))
+    told = ut.explain()
+    assert told is not None
+    verify_embedding(group, "net", seed)
+    return told.plan.name
 
 
 def gradients_without_meetings() -> bool:

@@ -40,6 +40,10 @@ def test_a_post_that_never_leaves_is_an_error_at_the_deadline() -> None:
     assert has_all == "not noticed"
 
 
+def test_fused_is_posted_between_nodes() -> None:
+    assert ut.launch(targets.between_nodes, 4, device="cpu", args=(SEED,), deadline=20) == ["fused:net"] * 4
+
+
 def test_gradients_need_no_meeting_in_peers_memory() -> None:
     assert ut.launch(targets.gradients_without_meetings, 2, device="cpu", deadline=20) == [True, True]
 

@@ -70,9 +70,11 @@ class Experts:
 class Shared:
     """Left whole on every rank, where it sees only the rank's part: gradients of its parameters are summed over ranks.
 
-    Norms of single heads, and, in the sequence-parallel form, norms of rows. `optional`: a model may have none.
+    Norms of single heads, and, in the sequence-parallel form, norms of rows. `unit`: how many elements each of its
+    parameters has, None: any. `optional`: a model may have none.
     """
 
+    unit: Unit | None = None
     optional: Optional = False
 
 
@@ -87,8 +89,8 @@ TRANSFORMER: Mapping[str, Style] = {
     "*.up_proj": Column(optional="*.experts"),
     "*.down_proj": Row(optional="*.experts"),
     "*.experts": Experts(optional="*.down_proj"),
-    "*.self_attn.q_norm": Shared(optional=True),
-    "*.self_attn.k_norm": Shared(optional=True),
+    "*.self_attn.q_norm": Shared(unit="head_dim", optional=True),
+    "*.self_attn.k_norm": Shared(unit="head_dim", optional=True),
 }
 """For decoders whose layers are named as in Llama (Qwen, Mistral, and with experts Mixtral and others): query heads
 follow their keys."""
@@ -107,8 +109,12 @@ def parallelize(
     _refuse_shared(model, chosen)
     units: dict[str, int] = {}
     for name, style in chosen.items():  # all of them first: what is refused leaves the model as it was
-        if not isinstance(style, Shared):
-            units[name] = _unit(style.unit, model.get_submodule(name.rpartition(".")[0]), name)
+        if style.unit is None:
+            continue
+        units[name] = _unit(style.unit, model.get_submodule(name.rpartition(".")[0]), name)
+        if isinstance(style, Shared):
+            _refuse_parts(model.get_submodule(name), units[name], name)
+        else:
             with _named(name):
                 _refuse_uncut(model.get_submodule(name), style, units[name], on.size)
     for name, style in chosen.items():
@@ -133,6 +139,14 @@ def _named(name: str) -> Iterator[None]:
     except InvalidArgument as error:
         facts = error.facts
         raise InvalidArgument(**{**facts, "argument": f"{facts['argument']} of {name}"}) from error
+
+
+def _refuse_parts(layer: torch.nn.Module, unit: int, name: str) -> None:
+    """What is left whole must be of what a rank holds whole: a norm over all heads would need those of other ranks."""
+    for own, parameter in layer.named_parameters():
+        if parameter.numel() != unit:
+            must = f"of {unit}: ranks hold whole heads, and no rank has what a norm over all of them needs"
+            raise InvalidArgument(argument=f"{name}.{own}", was=f"of {parameter.numel()} elements", must=must)
 
 
 def _refuse_uncut(layer: torch.nn.Module, style: Column | Row | Experts, unit: int, ranks: int) -> None:
