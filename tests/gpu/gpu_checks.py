@@ -17,9 +17,13 @@ SCALES = (1, -1, 2, -2, 3)
 
 
 def _replay(
-    group: ut.Group, name: str, x: torch.Tensor, y: torch.Tensor, run: Callable[[], None], want: torch.Tensor
-) -> None:
-    """Capture `run`, replay it with new inputs, a rank delayed now and then; all results are compared on the device."""
+    group: ut.Group, name: str, x: torch.Tensor, y: torch.Tensor, run: Callable[[], None], want: torch.Tensor,
+    ahead: int = REPLAYS,
+) -> None:  # fmt: skip
+    """Capture `run`, replay it with new inputs, a rank delayed now and then; all results are compared on the device.
+
+    `ahead`: how many replays the host enqueues before it waits for them.
+    """
     base = x.clone()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -43,6 +47,8 @@ def _replay(
             torch.cuda._sleep(5_000_000)  # the device of one rank is late
         graph.replay()
         wrong += (y != want * scale).sum()
+        if step % ahead == ahead - 1:
+            torch.cuda.synchronize()
     assert int(wrong) == 0, f"{name}: {int(wrong)} wrong elements"
 
 

@@ -13,6 +13,7 @@ from undertow.errors import StrategyUnavailable
 
 LANES = ("dma", "net")
 SHAPES = ((512, 512, 128), (1160, 264, 72), (515, 130, 33), (3, 16, 8))
+AHEAD = 64  # replays: some hundred launches, which the driver's queue holds
 CALLS = 3  # of each: both halves of the memory, and one that comes behind a call of its own half
 REFUSED = ("not a multiple of 8", "a rank has no rows", "there is nothing to multiply")
 
@@ -55,13 +56,12 @@ def posted_matmuls_replay(group: ut.Group) -> None:
     for operator, (given, want) in wants.items():
         for lane in LANES:
             y = torch.empty(want.shape, dtype=torch.bfloat16, device=device)
+            mine = given.clone()
 
-            def call(
-                operator: str = operator, lane: str = lane, given: torch.Tensor = given, y: torch.Tensor = y
-            ) -> None:
-                getattr(ut, operator)(given, w, group=group, strategy=f"fused:{lane}", out=y)
+            def call(operator: str = operator, lane: str = lane, mine: torch.Tensor = mine, y: torch.Tensor = y) -> None:
+                getattr(ut, operator)(mine, w, group=group, strategy=f"fused:{lane}", out=y)
 
-            _replay(group, f"{operator} {lane}", given, y, call, want.to(torch.bfloat16))
+            _replay(group, f"{operator} {lane}", mine, y, call, want.to(torch.bfloat16), AHEAD)
 
 
 def posted_gradients_and_norms(group: ut.Group) -> None:
