@@ -15,8 +15,8 @@ from undertow.plan.plan import Plan, Share
 from undertow.plan.problem import Problem
 
 ROTATED = 200 << 20  # bytes of weights that decode calls take in turn
-# CTAs of PyTorch's one-shot wait for each other and cannot all run at once where 8 ranks share a GPU: from so many bytes
-# on it has stood still.
+# CTAs of PyTorch's one-shot wait for each other and cannot all run at once where 8 ranks share a GPU: from so many
+# bytes on it has stood still.
 MOST_ONE_SHOT = 256 << 10
 
 

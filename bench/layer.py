@@ -11,12 +11,14 @@
 On a CPU the link is emulated (lane dma, paced so that all that moves takes about as long as all that is computed), as
 its own copies would take the core that computes; `auto` is left out, as it might choose a lane that is not paced. On a
 GPU it is peer memory, a layer of Llama-3 8B in bf16, device time, and Megatron's communication is this library's own
-all_gather and reduce_scatter. All variants are interleaved; ratios are paired by round, with 95% intervals.
+all_gather and reduce_scatter. All variants are interleaved; ratios are paired by round, with 95% intervals. Gradients
+are compared with those of Megatron's form in fp32 (on a CPU fp64).
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from undertow.collective.carry import Carrier
 from undertow.fabric.timer import Comparison, compare
 
 PACE = "100MB/s,20us"
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,8 @@ class _Scatter(torch.autograd.Function):
 
 
 def measure(rounds: int) -> tuple[Comparison, dict[str, float]]:
-    """The comparison, and of each variant the largest difference of a gradient from Megatron's, relative to the largest
-    element there."""
+    """The comparison, and of each variant the largest difference of a gradient from that of Megatron's form in twice as
+    wide a type, relative to the largest element there."""
     group = ut.init()
     size = SIZES[group.device.type]
     torch.manual_seed(0)
@@ -159,9 +162,9 @@ def measure(rounds: int) -> tuple[Comparison, dict[str, float]]:
     chance = torch.Generator().manual_seed(group.rank)
     x = torch.randn(size.rows // group.size, size.hidden, generator=chance).to(group.device, size.dtype)
 
-    def step(module: torch.nn.Module) -> Callable[[], torch.Tensor]:
+    def step(module: torch.nn.Module, dtype: torch.dtype = size.dtype) -> Callable[[], torch.Tensor]:
         def run() -> torch.Tensor:
-            given = x.clone().requires_grad_()
+            given = x.to(dtype, copy=True).requires_grad_()
             module(given).square().sum().backward()
             assert given.grad is not None
             return given.grad
@@ -169,19 +172,22 @@ def measure(rounds: int) -> tuple[Comparison, dict[str, float]]:
         return run
 
     variants = {name: step(module) for name, module in modules.items()}
-    gradients: dict[str, list[torch.Tensor]] = {}
-    for name, run in variants.items():
-        modules[name].zero_grad()
-        found_here = [run(), *(w.grad for w in modules[name].parameters() if w.grad is not None)]
-        gradients[name] = [one.float() for one in found_here]
-    largest = [float(one.abs().max()) for one in gradients["Megatron"]]
+    wide = WIDER[size.dtype]
+
+    def gradients(module: torch.nn.Module, run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        module.zero_grad()
+        return [one.to(wide) for one in (run(), *(w.grad for w in module.parameters() if w.grad is not None))]
+
+    exact = Megatron(copy.deepcopy(first).to(wide), group)
+    wanted = gradients(exact, step(exact, wide))
     apart = {
         name: max(
-            float((one - other).abs().max()) / most
-            for one, other, most in zip(mine, gradients["Megatron"], largest, strict=True)
+            float((one - other).abs().max() / other.abs().max())
+            for one, other in zip(gradients(modules[name], run), wanted, strict=True)
         )
-        for name, mine in gradients.items()
+        for name, run in variants.items()
     }
+    del exact, wanted
     calls = 4 if group.device.type == "cuda" else None  # the hosts run ahead of the GPU
     found = compare(variants, repeats=rounds, calls=calls, reduce_max=group.reduce_max, before=group.barrier)
     group.check()

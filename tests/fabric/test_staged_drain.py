@@ -21,7 +21,6 @@ def staged_drain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         "to_host": lambda stream, host, device, size: ctypes.memmove(host, device, size),
         "to_device": lambda stream, device, host, size: ctypes.memmove(device, host, size),
         "write": lambda stream, address, value: setattr(ctypes.c_int32.from_address(address), "value", value),
-        "new_stream": lambda device, priority: SimpleNamespace(cuda_stream=0, synchronize=lambda: None),
     }
     with imported("undertow.fabric.staged_drain", monkeypatch) as module:
         for name, function in driver.items():
@@ -53,6 +52,7 @@ class Node:
         return SimpleNamespace(
             group=SimpleNamespace(rank=rank, size=size, device="a device"), signals=signals,
             buffers={5: SimpleNamespace(address=lambda at: here)}, source=lambda post: here + post.source_offset,
+            copies=lambda: SimpleNamespace(new_stream=lambda: 0),
         )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_the_daemon_lives_as_long_as_the_node(temporary: Path) -> None:
         assert Path(environments[0]["CUDA_MPS_LOG_DIRECTORY"]).is_dir()
         assert Path(environments[0]["TMPDIR"]).is_dir()
         assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" not in environments[3]
-        assert environments[3]["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
+        assert environments[3]["CUDA_DEVICE_MAX_CONNECTIONS"] == "13"
         assert environments[3]["CUDA_MODULE_LOADING"] == "EAGER"
         assert environments[3]["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
         assert len({environment["NCCL_HOSTID"] for environment in environments}) == 4
@@ -202,7 +202,7 @@ def test_without_the_program(temporary: Path, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.usefixtures("temporary")
 def test_shares_follow_the_ranks_per_gpu() -> None:
-    for ranks, devices, connections in ((2, 1, "32"), (4, 1, "16"), (8, 1, "8"), (8, 4, "32"), (16, 1, "8")):
+    for ranks, devices, connections in ((2, 1, "26"), (4, 1, "13"), (8, 1, "8"), (8, 4, "26"), (16, 1, "8")):
         with VirtualNode(ranks, "off", devices) as node:
             assert node.rank_environment(0)["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
 

@@ -14,6 +14,7 @@ from undertow.errors import StrategyUnavailable
 LANES = ("dma", "net")
 SHAPES = ((512, 512, 128), (1160, 264, 72), (515, 130, 33), (3, 16, 8))
 AHEAD = 64  # replays: some hundred launches, which the driver's queue holds
+FAR_AHEAD = 3000  # launches, which it does not
 CALLS = 3  # of each: both halves of the memory, and one that comes behind a call of its own half
 REFUSED = ("not a multiple of 8", "a rank has no rows", "there is nothing to multiply")
 
@@ -38,9 +39,44 @@ def posted_matmuls_are_exact(group: ut.Group) -> None:
         assert ran >= 2 * CALLS * len(LANES), f"{operator}: {ran} calls ran"
 
 
+def _own(group: ut.Group, lane: str) -> bool:
+    """Whether the copies of every rank's proxy have a context of their own."""
+    from undertow.ops.posting import Posting
+
+    return all(group.exchange(Posting.of(group.fabric, lane).proxy.copies().is_own, "contexts"))
+
+
+def a_host_far_ahead_stops_nobody(group: ut.Group) -> None:
+    """Behind a call that waits for a late rank the others' hosts fill the driver's queue; where they have contexts of
+    their own, the proxies' copies go on."""
+    from undertow.fabric import copy_context  # needs a driver
+
+    rows, inner, columns = 128 * group.size, 64, 256
+    x = torch.ones(rows, inner, dtype=torch.bfloat16, device=group.device)
+    w = torch.ones(inner, columns, dtype=torch.bfloat16, device=group.device)
+    count = torch.zeros((), dtype=torch.int32, device=group.device)
+    for lane in LANES:
+        ut.matmul_all_reduce(x, w, group=group, strategy=f"fused:{lane}")
+        count += 1
+        torch.cuda.synchronize()
+        ahead = FAR_AHEAD if _own(group, lane) else AHEAD
+        assert ahead == FAR_AHEAD or group.size > copy_context.RANKS, "there should be room for contexts"
+        for late in range(group.size):
+            if group.rank == late:
+                torch.cuda._sleep(1_000_000_000)  # half a second
+            count.zero_()
+            y = ut.matmul_all_reduce(x, w, group=group, strategy=f"fused:{lane}")
+            for _ in range(ahead):
+                count += 1
+            torch.cuda.synchronize()
+            group.check()
+            assert int(count) == ahead
+            assert bool((y == inner * group.size).all()), (lane, late)
+
+
 def posted_matmuls_replay(group: ut.Group) -> None:
     """Captured calls in which every rank has something for every other one, replayed with new inputs."""
-    from gpu_checks import _replay
+    from gpu_checks import REPLAYS, _replay
 
     device, rows = group.device, 128 * group.size
     xs = [matmul_suite._drawn(rows, 64, 7 + one, 8).to(device, torch.bfloat16) for one in range(group.size)]
@@ -58,10 +94,14 @@ def posted_matmuls_replay(group: ut.Group) -> None:
             y = torch.empty(want.shape, dtype=torch.bfloat16, device=device)
             mine = given.clone()
 
-            def call(operator: str = operator, lane: str = lane, mine: torch.Tensor = mine, y: torch.Tensor = y) -> None:
+            def call(
+                operator: str = operator, lane: str = lane, mine: torch.Tensor = mine, y: torch.Tensor = y
+            ) -> None:
                 getattr(ut, operator)(mine, w, group=group, strategy=f"fused:{lane}", out=y)
 
-            _replay(group, f"{operator} {lane}", mine, y, call, want.to(torch.bfloat16), AHEAD)
+            call()
+            ahead = REPLAYS if _own(group, lane) else AHEAD
+            _replay(group, f"{operator} {lane}", mine, y, call, want.to(torch.bfloat16), ahead)
 
 
 def posted_gradients_and_norms(group: ut.Group) -> None:
@@ -103,5 +143,5 @@ def posted_gradients_and_norms(group: ut.Group) -> None:
 
 
 CHECKS: tuple[Callable[[ut.Group], None], ...] = (
-    posted_matmuls_are_exact, posted_matmuls_replay, posted_gradients_and_norms,
+    posted_matmuls_are_exact, a_host_far_ahead_stops_nobody, posted_matmuls_replay, posted_gradients_and_norms,
 )  # fmt: skip

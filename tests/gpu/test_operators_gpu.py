@@ -45,6 +45,16 @@ def test_posted(ranks: int) -> None:
     print("\n".join(report[0]))
 
 
+def test_posted_where_ranks_do_not_see_each_others_memory() -> None:
+    """As between nodes: the memory is each rank's own."""
+    from undertow.fabric.cuda import OVERLAPPING  # needs a driver
+
+    names = [one for one in POSTED if one != posted_checks.posted_gradients_and_norms.__name__]  # against `peer`
+    env = {OVERLAPPING: "0"}
+    report = ut.launch(operator_checks.run, 2, device="cuda", args=(names,), deadline=60, env=env)
+    print("\n".join(report[0]))
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_staged_lane(ranks: int) -> None:
     """With three ranks or more, pieces of several peers go in one copy."""

@@ -54,6 +54,8 @@ class CudaFabric(Fabric):
         #: whether two ranks share a GPU: copies between them run on SMs there, so `dma` goes through the host
         self.shares_device = len(set(devices)) < group.size
         self.together = len(set(devices)) == 1
+        #: ranks of the group that have this GPU
+        self.sharing_device = devices.count(devices[group.rank])
         #: SMs of this rank: of a GPU that is shared, by whatever ranks of the job, its part, which kernels keep to by
         #: the size of their grids. The same on all ranks of the group
         self.multiprocessors = sharers.part(seats)
@@ -98,10 +100,8 @@ class CudaFabric(Fabric):
         flat: torch.Tensor | None = None
         self.rest()
         try:
-            if self._no_peers:
-                flat = torch.empty(max(1, count), dtype=dtype, device=self.device)
-            else:
-                flat = torch_symmetric.allocate(max(1, count), dtype, self.device)
+            # Also where nobody else maps it: copies of it need no lock of torch's context (`copy_context.py`).
+            flat = torch_symmetric.allocate(max(1, count), dtype, self.device)
             flat.zero_()
         except torch.OutOfMemoryError as error:
             failure = str(error).splitlines()[0]  # told to all ranks below: none may be left waiting for this one

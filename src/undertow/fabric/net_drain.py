@@ -45,9 +45,7 @@ class NetDrain(Drain):
         self._arrivals = Arrivals(proxy.group, proxy.signals)
         self._on_device = proxy.on_device
         if proxy.on_device:
-            from .stream_memory import new_stream
-
-            self._out, self._in = (new_stream(proxy.group.device, priority=-1) for _ in range(2))
+            self._out, self._in = proxy.copies().new_stream(), proxy.copies().new_stream()
             self._leaving, self._arriving = (torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2))
         self._receiver = threading.Thread(target=self._receive, name="undertow-proxy-net", daemon=True)
         self._receiver.start()
@@ -81,10 +79,10 @@ class NetDrain(Drain):
         """The bytes in host memory: those of the CPU buffer itself, as a send has read them when it returns."""
         if not self._on_device:
             return self._bytes(buffer, offset, size)
-        from .stream_memory import to_host
+        from .stream_memory import synchronize, to_host
 
-        to_host(self._out.cuda_stream, self._leaving.data_ptr(), self._address(buffer, offset), size)
-        self._out.synchronize()
+        to_host(self._out, self._leaving.data_ptr(), self._address(buffer, offset), size)
+        synchronize(self._out)
         return self._leaving[:size]
 
     def _store(self, buffer: int, offset: int, host: torch.Tensor) -> None:
@@ -92,19 +90,14 @@ class NetDrain(Drain):
         if not self._on_device:
             self._bytes(buffer, offset, host.numel()).copy_(host)
             return
-        from .stream_memory import to_device
+        from .stream_memory import synchronize, to_device
 
-        to_device(self._in.cuda_stream, self._address(buffer, offset), host.data_ptr(), host.numel())
-        self._in.synchronize()
+        to_device(self._in, self._address(buffer, offset), host.data_ptr(), host.numel())
+        synchronize(self._in)
 
     def _receive(self) -> None:
-        if self._proxy.on_device:
-            from . import stream_memory
-
-            torch.cuda.set_device(self._group.device)
-            stream_memory.allow_other_captures()
         try:
-            with self._group.connected("the proxy's receive"):
+            with self._proxy.on_this_thread(), self._group.connected("the proxy's receive"):
                 self._receive_until_goodbye()
         except errors.UndertowError as error:
             self._group.fail(error)
@@ -142,8 +135,7 @@ class NetDrain(Drain):
             return
         from .stream_memory import write
 
-        stream = self._in.cuda_stream
-        self._arrivals.advance(index, lambda address, count: write(stream, address, count))
+        self._arrivals.advance(index, lambda address, count: write(self._in, address, count))
 
     def close(self) -> None:
         if self._group.failed:
@@ -156,6 +148,9 @@ class NetDrain(Drain):
         while self._receiver.is_alive():  # a receive from anybody does not end when one of them dies
             self._receiver.join(0.05)
             self._group.check()
+        if self._on_device:
+            for stream in (self._out, self._in):
+                self._proxy.copies().end(stream)
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:

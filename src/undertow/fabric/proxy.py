@@ -10,10 +10,11 @@ The kernel that posts must not overwrite its source until the receiver has told 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from .signals import Signals
 from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
+    from .copy_context import CopyContext
     from .group import Group
 
 
@@ -80,11 +82,13 @@ class Proxy:
         self.on_device = fabric.group.device.type == "cuda"
         size = ring_layout.ring_bytes(capacity)
         self._memory: Segment | torch.Tensor
+        self._copies: CopyContext | None = None
         if self.on_device:
             self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
             self.address = self._memory.data_ptr()
             #: counter of tickets, in device memory because not every link has atomics
             self.head = torch.zeros(1, dtype=torch.int32, device=fabric.group.device)
+            self._copies = self._make_copies(fabric)
             self._load_wait(fabric)
         else:
             self._memory = Segment.create(size, "a proxy ring")
@@ -102,6 +106,31 @@ class Proxy:
         """Have the kernel of `wait` loaded: behind posting kernels that wait for room, loading might wait for them."""
         self._wait_on_device(self.head, 0)
         fabric.settle()
+
+    def _make_copies(self, fabric: Fabric) -> CopyContext:
+        from .copy_context import copy_context  # needs a driver
+        from .cuda import CudaFabric
+
+        assert isinstance(fabric, CudaFabric)
+        return copy_context(fabric.device, fabric.sharing_device)
+
+    def copies(self) -> CopyContext:
+        """Where a GPU's bytes are copied, by streams of its own."""
+        assert self._copies is not None, "of a proxy on a GPU"
+        return self._copies
+
+    @contextlib.contextmanager
+    def on_this_thread(self) -> Iterator[None]:
+        """What this thread, one of the proxy's, asks of the driver inside is asked where its copies are made."""
+        if self._copies is None:
+            yield
+            return
+        from . import stream_memory
+
+        torch.cuda.set_device(self.group.device)
+        stream_memory.allow_other_captures()
+        with self._copies.current():
+            yield
 
     def _make_drain(self, fabric: Fabric, lane: str) -> Drain:
         if lane == "net":
@@ -207,39 +236,40 @@ class Proxy:
         self._stopping = True
         while self._thread.is_alive() and not self.group.failed:  # it may be sending to a rank that is lost
             self._thread.join(0.05)
+        if self._copies is not None and not self.group.failed:
+            self._copies.rest()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        if self.on_device:
-            from . import stream_memory
-
-            torch.cuda.set_device(self.group.device)
-            stream_memory.allow_other_captures()
-        idle_since = time.monotonic()
         try:
-            while True:
-                ends = self._stopping or self.group.failed  # before the look: what was posted until then is moved
-                ready = self.address + ring_layout.descriptor_offset(self._taken, self.capacity)
-                busy = False
-                if atomics.load(ready) == ring_layout.ready_value(self._taken):  # acquires the descriptor
-                    self._drain.start(self._take())
-                    busy = True
-                busy = self._drain.progress() or busy
-                if busy:
-                    idle_since = time.monotonic()
-                elif self.group.failed or (ends and not self._drain.holds()):
-                    return
-                elif ends and time.monotonic() - idle_since > self.group.deadline:
-                    get_logger().warning("The proxy ends with posts that nobody took for %g s", self.group.deadline)
-                    return
-                elif time.monotonic() - idle_since > 0.002:
-                    time.sleep(0.0001)  # nothing for a while: give the core away
+            with self.on_this_thread():
+                self._serve()
         except errors.UndertowError as error:
             self.group.fail(error)
         except Exception as error:  # a dead proxy is a hang for every rank: whatever it was, the group hears of it
             get_logger().exception("The proxy failed")
             self.group.fail(errors.UndertowError(reason=f"The proxy failed: {type(error).__name__}: {error}"))
+
+    def _serve(self) -> None:
+        idle_since = time.monotonic()
+        while True:
+            ends = self._stopping or self.group.failed  # before the look: what was posted until then is moved
+            ready = self.address + ring_layout.descriptor_offset(self._taken, self.capacity)
+            busy = False
+            if atomics.load(ready) == ring_layout.ready_value(self._taken):  # acquires the descriptor
+                self._drain.start(self._take())
+                busy = True
+            busy = self._drain.progress() or busy
+            if busy:
+                idle_since = time.monotonic()
+            elif self.group.failed or (ends and not self._drain.holds()):
+                return
+            elif ends and time.monotonic() - idle_since > self.group.deadline:
+                get_logger().warning("The proxy ends with posts that nobody took for %g s", self.group.deadline)
+                return
+            elif time.monotonic() - idle_since > 0.002:
+                time.sleep(0.0001)  # nothing for a while: give the core away
 
     def _take(self) -> Post:
         """Read the descriptor of the next ticket (acquired by the caller) and give its place back."""

@@ -42,8 +42,7 @@ class StagedDrain(Drain):
         self._room = PAGE + self._chunk  # a page with the full word and, from byte 128 on, the header; then the bytes
         total = self._size * self._size * (SLOTS * self._room + PAGE)
         self._ring = PinnedSegment(group, total, "the staging rings of a proxy")
-        self._out = stream_memory.new_stream(group.device, priority=-1)
-        self._in = stream_memory.new_stream(group.device, priority=-1)
+        self._out, self._in = proxy.copies().new_stream(), proxy.copies().new_stream()
         self._arrivals = Arrivals(group, proxy.signals)
         self._waiting: deque[tuple[Post, int]] = deque()  # a post and how many of its bytes have left
         self._sent = [0] * self._size
@@ -89,7 +88,7 @@ class StagedDrain(Drain):
         self._header(place)[:] = [
             post.destination_buffer, post.destination_offset + done, size, post.signal_index, int(last),
         ]  # fmt: skip
-        stream = self._out.cuda_stream
+        stream = self._out
         if size:
             stream_memory.to_host(stream, place + PAGE, self._proxy.source(post) + done, size)
         stream_memory.write(stream, place, _int32(number))  # releases the copy; the header was stored before
@@ -106,7 +105,7 @@ class StagedDrain(Drain):
         if atomics.load(place) != _int32(number):  # acquires header and bytes
             return False
         buffer, offset, size, signal, last = self._header(place)
-        stream = self._in.cuda_stream
+        stream = self._in
         if size:
             address = self._proxy.buffers[buffer].address(self._rank) + offset
             stream_memory.to_device(stream, address, place + PAGE, size)
@@ -117,6 +116,6 @@ class StagedDrain(Drain):
         return True
 
     def close(self) -> None:
-        self._out.synchronize()
-        self._in.synchronize()
+        for stream in (self._out, self._in):
+            self._proxy.copies().end(stream)
         self._ring.close()

@@ -32,6 +32,8 @@ _ROWS = struct.Struct("<QQIIQQQQ" + "QQIIQQQQ" + "QQ")
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: int32(seen - value) >= 0, cyclic as ours
 _PORTABLE_AND_MAPPED = 1 | 2
 _NON_BLOCKING = 1
+_MAP_HOST = 8  # CU_CTX_MAP_HOST
+_NO_ROOM = frozenset({2, 46, 801, 808, 809})  # out of memory or channels, busy, not supported, too many under MPS
 _DISABLE_TIMING = 2
 _CAPTURE_MODE_RELAXED = 2
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
@@ -48,7 +50,7 @@ _LOST = frozenset(
         719,  # launch failed
         805,  # MPS connection failed
         806,  # MPS remote procedure call failed
-        809,  # MPS client terminated
+        810,  # MPS client terminated
         999,  # unknown
     }
 )
@@ -67,6 +69,7 @@ def _declare() -> dict[str, Any]:
         "cuMemcpyHtoDAsync_v2": [c_uint64, c_void_p, c_size_t, c_void_p],
         "cuMemcpy2DAsync_v2": [c_void_p, c_void_p],
         "cuStreamQuery": [c_void_p],
+        "cuStreamSynchronize": [c_void_p],
         "cuStreamCreateWithPriority": [ctypes.POINTER(c_void_p), c_uint32, c_int],
         "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(c_int)],
         "cuStreamDestroy_v2": [c_void_p],
@@ -74,6 +77,9 @@ def _declare() -> dict[str, Any]:
         "cuDevicePrimaryCtxRetain": [ctypes.POINTER(c_void_p), c_int],
         "cuCtxGetCurrent": [ctypes.POINTER(c_void_p)],
         "cuCtxSetCurrent": [c_void_p],
+        "cuCtxCreate_v2": [ctypes.POINTER(c_void_p), c_uint32, c_int],
+        "cuCtxPushCurrent_v2": [c_void_p],
+        "cuCtxPopCurrent_v2": [ctypes.POINTER(c_void_p)],
         "cuEventCreate": [ctypes.POINTER(c_void_p), c_uint32],
         "cuEventRecord": [c_void_p, c_void_p],
         "cuStreamWaitEvent": [c_void_p, c_void_p, c_uint32],
@@ -149,6 +155,50 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     stream = torch.cuda.ExternalStream(handle.value, device)  # type: ignore[no-untyped-call]
     weakref.finalize(stream, _driver["cuStreamDestroy_v2"], handle.value).atexit = False
     return stream
+
+
+def bare_stream(priority: int = 0) -> int:
+    """The handle of a new stream of the current context; follow with `end_stream`."""
+    handle = c_void_p()
+    check(_driver["cuStreamCreateWithPriority"](ctypes.byref(handle), _NON_BLOCKING, priority))
+    assert handle.value is not None
+    return handle.value
+
+
+def new_context(device: torch.device) -> int | None:
+    """A context of `device` beside torch's, not current on any thread; None where the GPU has no room for one. It lives
+    as long as the process."""
+    torch.cuda.synchronize(device)  # torch's context exists
+    number, handle = c_int(), c_void_p()
+    check(_driver["cuDeviceGet"](ctypes.byref(number), device.index))
+    code = _driver["cuCtxCreate_v2"](ctypes.byref(handle), _MAP_HOST, number.value)
+    if code in _NO_ROOM:
+        return None
+    check(code)
+    check(_driver["cuCtxPopCurrent_v2"](ctypes.byref(c_void_p())))
+    return handle.value
+
+
+@contextlib.contextmanager
+def in_context(context: int) -> Iterator[None]:
+    """`context` is this thread's current one inside."""
+    check(_driver["cuCtxPushCurrent_v2"](context))
+    try:
+        yield
+    finally:
+        check(_driver["cuCtxPopCurrent_v2"](ctypes.byref(c_void_p())))
+
+
+def end_stream(stream: int) -> None:
+    """Let go of what `bare_stream` made."""
+    check(_driver["cuStreamDestroy_v2"](stream))
+
+
+def synchronize(stream: int) -> None:
+    """Wait until `stream` has done what it was given so far."""
+    code = _driver["cuStreamSynchronize"](stream)
+    if code:
+        check(code)
 
 
 def write(stream: int, address: int, value: int) -> None:

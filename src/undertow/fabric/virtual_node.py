@@ -144,7 +144,8 @@ class VirtualNode:
     def rank_environment(self, rank: int) -> dict[str, str]:
         """What rank `rank` must have in its environment before it touches CUDA."""
         # 32 connections each exhausted the card's hardware channels at 4 MPS clients ("out of memory", "device busy").
-        connections = min(32, max(8, 64 // self._ranks_per_device))
+        # Seven contexts (`copy_context.py`) found room with 16 each, and eight did not.
+        connections = min(32, max(8, 52 // self._ranks_per_device))
         environment = {
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": str(connections),

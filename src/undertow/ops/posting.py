@@ -8,11 +8,13 @@ nothing for each other, that proves nothing, and the call ends with a barrier of
 one.
 
 **Before anything waits.** Loading a kernel, pinning memory or making symmetric memory may wait for the kernels of this
-rank, and hold back the driver's calls of the proxy's thread, which a waiting kernel needs. So whatever is new is made
-on an idle stream; a call like one before it waits for nothing.
+rank, with the lock of torch's context or the interpreter's, which the proxy's thread may need, for which a waiting
+kernel waits. So whatever is new is made on an idle stream; a call like one before it waits for nothing.
 
-The same holds for callers, while such a call is under way: a kernel that is loaded then, or a copy to or from memory
-that is not pinned, may wait with the driver's lock, until the deadline. Whoever needs one settles the stream first.
+What callers do while such a call is under way, and how far their hosts run ahead, is their own affair where the
+proxy's copies have a context of their own. Where there was no room for one (`fabric/copy_context.py`), a kernel that is
+loaded then, a copy to or from memory that is not pinned, or a thousand launches more may wait until the deadline:
+whoever needs them settles the stream first.
 
 **Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
 The proxy's thread serves replays as it serves calls.
