@@ -21,6 +21,7 @@ from .base import WORD_STRIDE, Fabric, Lane, Stream
 from .gate import Gate
 from .in_order import Turns
 from .joined import Joined
+from .logs import get_logger
 from .pinned import PinnedSegment
 from .share import bounded_grids, on_multiprocessors
 from .signals import Signals, Step
@@ -100,8 +101,7 @@ class CudaFabric(Fabric):
         flat: torch.Tensor | None = None
         self.rest()
         try:
-            # Also where nobody else maps it: copies of it need no lock of torch's context (`copy_context.py`).
-            flat = torch_symmetric.allocate(max(1, count), dtype, self.device)
+            flat = self._mapped(max(1, count), dtype)
             flat.zero_()
         except torch.OutOfMemoryError as error:
             failure = str(error).splitlines()[0]  # told to all ranks below: none may be left waiting for this one
@@ -115,6 +115,19 @@ class CudaFabric(Fabric):
         torch.cuda.current_stream(self.device).synchronize()  # the zeros are there before anybody writes
         group.barrier()
         return [view[:count].view(shape) for view in shared], (flat, handle)
+
+    def _mapped(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Also where nobody else maps it: copies of it need no lock of torch's context (`copy_context.py`)."""
+        try:
+            return torch_symmetric.allocate(count, dtype, self.device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self._no_peers:
+                raise
+            reason = str(error).splitlines()[0]
+            get_logger().warning("GPU %s: torch cannot make memory that is mapped (%s).", self.device.index, reason)
+            return torch.empty(count, dtype=dtype, device=self.device)
 
     def joined(self, buffer: SymmetricBuffer) -> Joined:
         """All ranks' parts of a buffer side by side (`joined.py`). Callers may release them before the fabric does."""
