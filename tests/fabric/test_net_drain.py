@@ -65,7 +65,7 @@ class Node:
             signals = SimpleNamespace(count=8, address=lambda at, index, words=words: words + 4 * index)
             proxy = SimpleNamespace(
                 group=group, signals=signals, on_device=on_device, buffers=self.buffers[rank],
-                copies=lambda: SimpleNamespace(new_stream=lambda: 1, end=lambda stream: None),
+                copies=lambda: SimpleNamespace(out=1, into=2, end=lambda: None),
                 on_this_thread=contextlib.nullcontext,
             )  # fmt: skip
             self.drains.append(net_drain.NetDrain(proxy))  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ class Node:
         return SimpleNamespace(
             group=SimpleNamespace(rank=rank, size=size, device="a device"), signals=signals,
             buffers={5: SimpleNamespace(address=lambda at: here)}, source=lambda post: here + post.source_offset,
-            copies=lambda: SimpleNamespace(new_stream=lambda: 0),
+            copies=lambda: SimpleNamespace(out=0, into=0),
         )  # fmt: skip
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,6 +36,7 @@ def guard(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.import_module("undertow.fabric.stream_guard")
     made = object.__new__(module.StreamGuard)
     made._closed, made._busy_of, made._stream = False, {}, SimpleNamespace(cuda_stream=0)
+    made._ask = threading.Event()
     monkeypatch.setattr(made, "_bind", lambda: None)
     yield made
     for name in names:
@@ -62,6 +65,73 @@ def test_a_check_finds_what_a_kernel_reported(guard: Any) -> None:
     assert failures == ["a kernel waited for a signal until its deadline"]
     guard.close()
     assert not guard._look()
+
+
+def wait_for(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def silent(guard: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A driver that does not answer until it is told to: a launch waits for room in its queue, with its lock."""
+    module: Any = sys.modules["undertow.fabric.stream_guard"]
+    answers = threading.Event()
+    for name in ("query", "write"):
+        monkeypatch.setattr(module.stream_memory, name, lambda *arguments: answers.wait(20))
+    yield answers
+    answers.set()
+    guard.close()
+
+
+def test_a_driver_that_does_not_answer_holds_no_deadline_up(guard: Any, silent: threading.Event) -> None:
+    """The watchdog's thread goes on, and a stream that waits too long is noticed."""
+    module: Any = sys.modules["undertow.fabric.stream_guard"]
+    failures: list[str] = []
+    word = (ctypes.c_int32 * 32)(module.BUSY)
+    guard._busy_of, guard._seen_since, guard.error = {7: ctypes.addressof(word)}, {}, torch.zeros(1, dtype=torch.int32)
+    guard._group = SimpleNamespace(rank=0, deadline=5.0, why_waiting=lambda peer, waited: waited, fail=failures.append)
+    asking = threading.Thread(target=guard._ask_the_driver, daemon=True)
+    asking.start()
+    began = time.monotonic()
+    for now in (0.0, 1.0, 4.0, 6.0):
+        guard._tick(now)
+    assert time.monotonic() - began < 5
+    assert failures == ["a stream has been in one call for 5 s"]
+    assert asking.is_alive()
+    guard.close()
+    silent.set()
+    asking.join(10)
+    assert not asking.is_alive()
+
+
+def test_a_lost_device_ends_the_group_from_the_thread_that_asks(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = sys.modules["undertow.fabric.stream_guard"]
+    failures: list[Exception] = []
+    guard._group = SimpleNamespace(rank=3, fail=failures.append)
+
+    def lost(stream: int, rank: int) -> bool:
+        raise module.errors.DeviceLost(rank=rank, reason="an illegal address")
+
+    monkeypatch.setattr(module.stream_memory, "query", lost)
+    guard._ask.set()
+    guard._ask_the_driver()
+    assert [type(one).__name__ for one in failures] == ["DeviceLost"]
+    assert guard._closed
+
+
+def test_words_in_host_memory_are_released_whatever_the_driver_does(guard: Any, silent: threading.Event) -> None:
+    """Again and again: a replayed graph clears them, and waits anew."""
+    words = (ctypes.c_int32 * 64)()
+    here, there = ctypes.addressof(words), ctypes.addressof(words) + 128
+    guard._waits, guard.abort = {there: (9, False), here: (5, True)}, torch.zeros(1, dtype=torch.int32)
+    guard._on_abort(RuntimeError("a rank is lost"))
+    assert guard.abort.item() == 1
+    for _ in range(3):
+        wait_for(lambda: words[0] == 5)
+        words[0] = 0
 
 
 @pytest.fixture

@@ -202,7 +202,14 @@ def test_without_the_program(temporary: Path, caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.usefixtures("temporary")
 def test_shares_follow_the_ranks_per_gpu() -> None:
-    for ranks, devices, connections in ((2, 1, "26"), (4, 1, "13"), (8, 1, "8"), (8, 4, "26"), (16, 1, "8")):
+    for ranks, devices, connections in (
+        (2, 1, "26"),
+        (4, 1, "13"),
+        (8, 1, "8"),
+        (5, 1, "12"),
+        (8, 4, "26"),
+        (16, 1, "8"),
+    ):
         with VirtualNode(ranks, "off", devices) as node:
             assert node.rank_environment(0)["CUDA_DEVICE_MAX_CONNECTIONS"] == connections
 

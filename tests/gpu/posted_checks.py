@@ -49,7 +49,7 @@ def _own(group: ut.Group, lane: str) -> bool:
 def a_host_far_ahead_stops_nobody(group: ut.Group) -> None:
     """Behind a call that waits for a late rank the others' hosts fill the driver's queue; where they have contexts of
     their own, the proxies' copies go on."""
-    from undertow.fabric import copy_context  # needs a driver
+    from undertow.fabric.virtual_node import SHARING
 
     rows, inner, columns = 128 * group.size, 64, 256
     x = torch.ones(rows, inner, dtype=torch.bfloat16, device=group.device)
@@ -60,7 +60,7 @@ def a_host_far_ahead_stops_nobody(group: ut.Group) -> None:
         count += 1
         torch.cuda.synchronize()
         ahead = FAR_AHEAD if _own(group, lane) else AHEAD
-        assert ahead == FAR_AHEAD or group.size > copy_context.RANKS, "there should be room for contexts"
+        assert ahead == FAR_AHEAD or group.size > SHARING, "there should be room for contexts"
         for late in range(group.size):
             if group.rank == late:
                 torch.cuda._sleep(1_000_000_000)  # half a second
@@ -72,6 +72,19 @@ def a_host_far_ahead_stops_nobody(group: ut.Group) -> None:
             group.check()
             assert int(count) == ahead
             assert bool((y == inner * group.size).all()), (lane, late)
+
+
+def a_stream_is_made_meanwhile(group: ut.Group) -> None:
+    """While a call waits for a late rank: torch makes a stream with the interpreter's lock, which the proxy needs."""
+    x = torch.ones(128 * group.size, 64, dtype=torch.bfloat16, device=group.device)
+    for lane in LANES:
+        if group.rank == group.size - 1:
+            torch.cuda._sleep(200_000_000)
+        y = ut.matmul_all_reduce(x, x[:64].t().contiguous(), group=group, strategy=f"fused:{lane}")
+        torch.cuda.Stream()
+        torch.cuda.synchronize()
+        group.check()
+        assert bool((y == 64 * group.size).all()), lane
 
 
 def posted_matmuls_replay(group: ut.Group) -> None:
@@ -100,6 +113,7 @@ def posted_matmuls_replay(group: ut.Group) -> None:
                 getattr(ut, operator)(mine, w, group=group, strategy=f"fused:{lane}", out=y)
 
             call()
+            torch.cuda.synchronize()
             ahead = REPLAYS if _own(group, lane) else AHEAD
             _replay(group, f"{operator} {lane}", mine, y, call, want.to(torch.bfloat16), ahead)
 
@@ -143,5 +157,6 @@ def posted_gradients_and_norms(group: ut.Group) -> None:
 
 
 CHECKS: tuple[Callable[[ut.Group], None], ...] = (
-    posted_matmuls_are_exact, a_host_far_ahead_stops_nobody, posted_matmuls_replay, posted_gradients_and_norms,
+    posted_matmuls_are_exact, a_stream_is_made_meanwhile, a_host_far_ahead_stops_nobody, posted_matmuls_replay,
+    posted_gradients_and_norms,
 )  # fmt: skip

@@ -21,7 +21,6 @@ from .base import WORD_STRIDE, Fabric, Lane, Stream
 from .gate import Gate
 from .in_order import Turns
 from .joined import Joined
-from .logs import get_logger
 from .pinned import PinnedSegment
 from .share import bounded_grids, on_multiprocessors
 from .signals import Signals, Step
@@ -55,8 +54,8 @@ class CudaFabric(Fabric):
         #: whether two ranks share a GPU: copies between them run on SMs there, so `dma` goes through the host
         self.shares_device = len(set(devices)) < group.size
         self.together = len(set(devices)) == 1
-        #: ranks of the group that have this GPU
-        self.sharing_device = devices.count(devices[group.rank])
+        #: ranks of the job that have this GPU, as far as the group knows
+        self.sharing_device = sharers.sharing(seats)[devices[group.rank]]
         #: SMs of this rank: of a GPU that is shared, by whatever ranks of the job, its part, which kernels keep to by
         #: the size of their grids. The same on all ranks of the group
         self.multiprocessors = sharers.part(seats)
@@ -103,7 +102,7 @@ class CudaFabric(Fabric):
         try:
             flat = self._mapped(max(1, count), dtype)
             flat.zero_()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
             failure = str(error).splitlines()[0]  # told to all ranks below: none may be left waiting for this one
         self._agree_on_allocation(failure)
         assert flat is not None
@@ -120,14 +119,9 @@ class CudaFabric(Fabric):
         """Also where nobody else maps it: copies of it need no lock of torch's context (`copy_context.py`)."""
         try:
             return torch_symmetric.allocate(count, dtype, self.device)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if not self._no_peers:
-                raise
-            reason = str(error).splitlines()[0]
-            get_logger().warning("GPU %s: torch cannot make memory that is mapped (%s).", self.device.index, reason)
-            return torch.empty(count, dtype=dtype, device=self.device)
+        except RuntimeError:  # torch's own pool may hold what the driver lacks
+            torch.cuda.empty_cache()
+            return torch_symmetric.allocate(count, dtype, self.device)
 
     def joined(self, buffer: SymmetricBuffer) -> Joined:
         """All ranks' parts of a buffer side by side (`joined.py`). Callers may release them before the fabric does."""

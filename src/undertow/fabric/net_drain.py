@@ -45,7 +45,7 @@ class NetDrain(Drain):
         self._arrivals = Arrivals(proxy.group, proxy.signals)
         self._on_device = proxy.on_device
         if proxy.on_device:
-            self._out, self._in = proxy.copies().new_stream(), proxy.copies().new_stream()
+            self._out, self._in = proxy.copies().out, proxy.copies().into
             self._leaving, self._arriving = (torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2))
         self._receiver = threading.Thread(target=self._receive, name="undertow-proxy-net", daemon=True)
         self._receiver.start()
@@ -149,8 +149,7 @@ class NetDrain(Drain):
             self._receiver.join(0.05)
             self._group.check()
         if self._on_device:
-            for stream in (self._out, self._in):
-                self._proxy.copies().end(stream)
+            self._proxy.copies().end()
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:

@@ -30,7 +30,7 @@ from .signals import Signals
 from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
-    from .copy_context import CopyContext
+    from .copy_context import Copies
     from .group import Group
 
 
@@ -62,8 +62,11 @@ class Drain(ABC):
         """Whether a post was taken that has not left: its receiver has no room yet."""
         return False
 
-    def close(self) -> None:  # noqa: B027 - a drain that copies at once owns nothing
-        """Stop."""
+    def leave(self) -> None:  # noqa: B027 - a drain that copies at once owns nothing
+        """The proxy's thread has ended: let go of what no other rank needs."""
+
+    def close(self) -> None:  # noqa: B027 - as before
+        """Stop. Collective."""
 
 
 class Proxy:
@@ -82,14 +85,14 @@ class Proxy:
         self.on_device = fabric.group.device.type == "cuda"
         size = ring_layout.ring_bytes(capacity)
         self._memory: Segment | torch.Tensor
-        self._copies: CopyContext | None = None
+        self._copies: Copies | None = None
         if self.on_device:
             self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
             self.address = self._memory.data_ptr()
             #: counter of tickets, in device memory because not every link has atomics
             self.head = torch.zeros(1, dtype=torch.int32, device=fabric.group.device)
             self._copies = self._make_copies(fabric)
-            self._load_wait(fabric)
+            self._load_ahead(fabric)
         else:
             self._memory = Segment.create(size, "a proxy ring")
             self.address = self._memory.address
@@ -102,20 +105,33 @@ class Proxy:
         self._thread.start()
         fabric.adopt(self)
 
-    def _load_wait(self, fabric: Fabric) -> None:
-        """Have the kernel of `wait` loaded: behind posting kernels that wait for room, loading might wait for them."""
+    def _load_ahead(self, fabric: Fabric) -> None:
+        """What would otherwise be made behind kernels that wait for the proxy, and wait for them: the kernel of `wait`;
+        and torch's streams, which are all made with the first, with the interpreter's lock, which the proxy needs."""
         self._wait_on_device(self.head, 0)
+        for priority in (0, -1):
+            torch.cuda.Stream(fabric.group.device, priority=priority)  # type: ignore[no-untyped-call]
         fabric.settle()
 
-    def _make_copies(self, fabric: Fabric) -> CopyContext:
-        from .copy_context import copy_context  # needs a driver
+    def _make_copies(self, fabric: Fabric) -> Copies:
+        """What fails is told to all ranks: none may be left waiting for this one."""
+        from .copy_context import Copies  # needs a driver
         from .cuda import CudaFabric
 
         assert isinstance(fabric, CudaFabric)
-        return copy_context(fabric.device, fabric.sharing_device)
+        made, failure = None, ""
+        try:
+            made = Copies(fabric.device, fabric.sharing_device)
+        except errors.UndertowError as error:
+            failure = str(error)
+        for rank, reason in enumerate(self.group.exchange(failure, "streams of the proxy's copies")):
+            if reason:
+                raise errors.AllocationFailed(rank=rank, reason=reason)
+        assert made is not None
+        return made
 
-    def copies(self) -> CopyContext:
-        """Where a GPU's bytes are copied, by streams of its own."""
+    def copies(self) -> Copies:
+        """Where a GPU's bytes are copied, and by which streams."""
         assert self._copies is not None, "of a proxy on a GPU"
         return self._copies
 
@@ -236,8 +252,11 @@ class Proxy:
         self._stopping = True
         while self._thread.is_alive() and not self.group.failed:  # it may be sending to a rank that is lost
             self._thread.join(0.05)
-        if self._copies is not None and not self.group.failed:
+        if self.group.failed:
+            return  # a kernel may still wait, and the drain be in use: all of it goes with the process
+        if self._copies is not None:
             self._copies.rest()
+        self._drain.leave()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

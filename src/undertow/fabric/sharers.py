@@ -39,12 +39,18 @@ def seat(gpu: str, multiprocessors: int, world: int) -> Seat:
     return Seat(gpu, multiprocessors, max(1, sharers), len(known) == world)
 
 
-def part(seats: list[Seat]) -> int:
-    """SMs that each rank of a group may fill: the least of their parts, as all of them run the same plans."""
+def sharing(seats: list[Seat]) -> dict[str, int]:
+    """How many ranks have each GPU, as far as any rank of a group knows."""
     most: dict[str, int] = {}
     for one in seats:
         here = sum(other.gpu == one.gpu for other in seats)
         most[one.gpu] = max(most.get(one.gpu, 1), one.sharers, here)
+    return most
+
+
+def part(seats: list[Seat]) -> int:
+    """SMs that each rank of a group may fill: the least of their parts, as all of them run the same plans."""
+    most = sharing(seats)
     return max(1, min(one.multiprocessors // most[one.gpu] for one in seats))
 
 

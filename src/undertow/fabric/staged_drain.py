@@ -42,7 +42,7 @@ class StagedDrain(Drain):
         self._room = PAGE + self._chunk  # a page with the full word and, from byte 128 on, the header; then the bytes
         total = self._size * self._size * (SLOTS * self._room + PAGE)
         self._ring = PinnedSegment(group, total, "the staging rings of a proxy")
-        self._out, self._in = proxy.copies().new_stream(), proxy.copies().new_stream()
+        self._out, self._in = proxy.copies().out, proxy.copies().into
         self._arrivals = Arrivals(group, proxy.signals)
         self._waiting: deque[tuple[Post, int]] = deque()  # a post and how many of its bytes have left
         self._sent = [0] * self._size
@@ -115,7 +115,6 @@ class StagedDrain(Drain):
         self._received[sender] = number
         return True
 
-    def close(self) -> None:
-        for stream in (self._out, self._in):
-            self._proxy.copies().end(stream)
+    def leave(self) -> None:
+        self._proxy.copies().end()
         self._ring.close()

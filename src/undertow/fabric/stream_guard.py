@@ -11,12 +11,17 @@ Whether a stream hangs is read from a pinned word of its own. The stream sets it
 belongs to one and the same call. Only constants are written, so a captured call is watched too. Kernels that wait keep
 a deadline of their own and report: a call without waits of streams writes no word. Few operations more cost a short
 call, such as one layer of a decode step, more than its communication does.
+
+The driver may not answer: a launch that finds its queue full waits with the context's lock, perhaps for the very wait
+that is to be released. So whatever needs the driver has a thread of its own, and words in host memory, which is where
+the streams of lanes wait for other ranks, never wait for one.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,8 +65,9 @@ class StreamGuard:
         self._waits: dict[int, tuple[int, bool]] = {}
         self._calls: list[_Call] = []  # the innermost last
         self._seen_since: dict[int, float] = {}
-        self._bound_threads = threading.local()
         self._closed = False
+        self._ask = threading.Event()
+        threading.Thread(target=self._ask_the_driver, name="undertow-device", daemon=True).start()
         poison_if_aborted(torch.zeros(8, device=self._device), self.abort)  # loaded now: later it stands behind waits
         torch.cuda.synchronize(self._device)
         group.on_abort(self._on_abort)
@@ -140,24 +146,32 @@ class StreamGuard:
 
     def _bind(self) -> None:
         """Driver calls need the device's context on the calling thread."""
-        if not getattr(self._bound_threads, "done", False):
-            torch.cuda.set_device(self._device)
-            stream_memory.allow_other_captures()
-            self._bound_threads.done = True
+        torch.cuda.set_device(self._device)
+        stream_memory.allow_other_captures()
 
     def close(self) -> None:
         self._closed = True
+        self._ask.set()
+
+    def _ask_the_driver(self) -> None:
+        """The thread that learns whether the context is lost, once for each tick that finds it idle."""
+        try:
+            self._bind()
+            while True:
+                self._ask.wait()
+                self._ask.clear()
+                if self._closed:
+                    return
+                stream_memory.query(self._stream.cuda_stream, self._group.rank)
+        except errors.UndertowError as error:
+            if not self._closed:
+                self._closed = isinstance(error, errors.DeviceLost)
+                self._group.fail(error)
 
     def _tick(self, now: float) -> None:
         if self._closed:
             return
-        try:
-            self._bind()
-            stream_memory.query(self._stream.cuda_stream, self._group.rank)
-        except errors.DeviceLost as error:
-            self._closed = True
-            self._group.fail(error)
-            return
+        self._ask.set()
         if self._look():
             return
         for address in list(self._busy_of.values()):
@@ -181,23 +195,30 @@ class StreamGuard:
         return True
 
     def _on_abort(self, error: errors.UndertowError) -> None:
+        """On threads of their own: the watchdog must watch on."""
         if not self._closed and not isinstance(error, errors.DeviceLost):
-            threading.Thread(target=self._let_go, name="undertow-release", daemon=True).start()
+            self.abort.fill_(1)
+            for release in (self._release_on_host, self._release_on_device):
+                threading.Thread(target=self._let_go, args=(release,), name="undertow-release", daemon=True).start()
 
-    def _let_go(self) -> None:
-        """On a thread of its own: the watchdog must watch on. Words in host memory go first: they need no driver."""
-        self.abort.fill_(1)
+    def _let_go(self, release: Callable[[], None]) -> None:
+        """Again and again: a replayed graph waits anew."""
         haste = time.monotonic() + _HASTE_SECONDS
         try:
             while not self._closed:
-                waits = list(self._waits.items())
-                for address, (target, on_host) in waits:
-                    if on_host:
-                        atomics.store(address, target)
-                for address, (target, on_host) in waits:
-                    if not on_host:
-                        self._bind()
-                        stream_memory.write(self._stream.cuda_stream, address, target)
+                release()
                 time.sleep(_SHORT_PERIOD if time.monotonic() < haste else _LONG_PERIOD)
         except (errors.UndertowError, RuntimeError) as failure:  # the context went with the lost rank
             get_logger().error("Could not release the streams of rank %d: %s", self._group.rank, failure)
+
+    def _release_on_host(self) -> None:
+        for address, (target, on_host) in list(self._waits.items()):
+            if on_host:
+                atomics.store(address, target)
+
+    def _release_on_device(self) -> None:
+        waits = [(address, target) for address, (target, on_host) in list(self._waits.items()) if not on_host]
+        if waits:
+            self._bind()
+        for address, target in waits:
+            stream_memory.write(self._stream.cuda_stream, address, target)

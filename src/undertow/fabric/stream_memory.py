@@ -157,11 +157,14 @@ def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.Stream:
     return stream
 
 
-def bare_stream(priority: int = 0) -> int:
-    """The handle of a new stream of the current context; follow with `end_stream`."""
+def bare_stream(priority: int = 0) -> int | None:
+    """The handle of a new stream of the current context, or None where the GPU has no room; follow with
+    `end_stream`."""
     handle = c_void_p()
-    check(_driver["cuStreamCreateWithPriority"](ctypes.byref(handle), _NON_BLOCKING, priority))
-    assert handle.value is not None
+    code = _driver["cuStreamCreateWithPriority"](ctypes.byref(handle), _NON_BLOCKING, priority)
+    if code in _NO_ROOM:
+        return None
+    check(code)
     return handle.value
 
 
@@ -175,18 +178,18 @@ def new_context(device: torch.device) -> int | None:
     if code in _NO_ROOM:
         return None
     check(code)
-    check(_driver["cuCtxPopCurrent_v2"](ctypes.byref(c_void_p())))
+    leave_context()
     return handle.value
 
 
-@contextlib.contextmanager
-def in_context(context: int) -> Iterator[None]:
-    """`context` is this thread's current one inside."""
+def enter_context(context: int) -> None:
+    """`context` is this thread's current one until `leave_context`."""
     check(_driver["cuCtxPushCurrent_v2"](context))
-    try:
-        yield
-    finally:
-        check(_driver["cuCtxPopCurrent_v2"](ctypes.byref(c_void_p())))
+
+
+def leave_context() -> None:
+    """The one before is current again."""
+    check(_driver["cuCtxPopCurrent_v2"](ctypes.byref(c_void_p())))
 
 
 def end_stream(stream: int) -> None:

@@ -24,6 +24,7 @@ from . import guardian
 from .logs import get_logger
 
 MODES = ("auto", "off", "require")
+SHARING = 4  # ranks of a GPU which has room for two contexts of each
 DEFAULT_PIPE_FOLDER = "/tmp/nvidia-mps"  # where nvidia-cuda-mps-control looks when nothing is said
 _ASK_SECONDS = 2.0
 _LONGEST_PARENT = 48  # characters: sockets below it must stay within the 107 that the kernel allows
@@ -145,7 +146,8 @@ class VirtualNode:
         """What rank `rank` must have in its environment before it touches CUDA."""
         # 32 connections each exhausted the card's hardware channels at 4 MPS clients ("out of memory", "device busy").
         # Seven contexts (`copy_context.py`) found room with 16 each, and eight did not.
-        connections = min(32, max(8, 52 // self._ranks_per_device))
+        each = self._ranks_per_device
+        connections = min(32, max(8, (52 if each <= SHARING else 64) // each))
         environment = {
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": str(connections),

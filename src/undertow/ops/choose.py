@@ -119,7 +119,7 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
 
         return auto(request)
     matmul_fused = strategy == "fused" and problem.operator != EMBEDDING
-    usual = ("net" if lanes["peer"] else "peer") if matmul_fused else request.lane
+    usual = next((one for one in ("peer", "dma") if not lanes[one]), "net") if matmul_fused else request.lane
     grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
     if grain == "fused" and problem.operator != EMBEDDING:
         refuse_fused(strategy, problem, lane, request.group)
