@@ -107,6 +107,31 @@ def test_a_driver_that_does_not_answer_holds_no_deadline_up(guard: Any, silent: 
     assert not asking.is_alive()
 
 
+def test_a_guard_asks_from_its_first_tick_on_and_ends(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is made for a group, but for memory that is not pinned."""
+    module: Any = sys.modules["undertow.fabric.stream_guard"]
+    zeros, asked, hooks = torch.zeros, threading.Event(), []
+    monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, device=None, **more: zeros(*shape, **more))
+    for name in ("synchronize", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(module, "poison_if_aborted", lambda output, abort: None)
+    monkeypatch.setattr(module.stream_memory, "new_stream", lambda device, priority: SimpleNamespace(cuda_stream=4))
+    monkeypatch.setattr(module.stream_memory, "query", lambda stream, rank: asked.set())
+    group = SimpleNamespace(
+        rank=1, device=torch.device("cuda", 0), on_abort=hooks.append, on_every_tick=hooks.append, on_check=hooks.append
+    )
+    before = set(threading.enumerate())
+    made = module.StreamGuard(group)
+    (asking,) = set(threading.enumerate()) - before
+    assert hooks == [made._on_abort, made._tick, made._look]
+    assert not asked.wait(0.05)
+    made._tick(0.0)
+    assert asked.wait(10)
+    made.close()
+    asking.join(10)
+    assert not asking.is_alive()
+
+
 def test_a_lost_device_ends_the_group_from_the_thread_that_asks(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module: Any = sys.modules["undertow.fabric.stream_guard"]
     failures: list[Exception] = []

@@ -6,6 +6,7 @@ import posted_matmul_targets as targets
 import pytest
 
 import undertow as ut
+from undertow.ops.choose import lane_of_fused
 
 SEED = 5180
 
@@ -57,3 +58,12 @@ def test_a_call_without_room_ends_no_group() -> None:
     for said in ut.launch(targets.no_room, 2, device="cpu", deadline=10):
         assert len(said) == 1
         assert "no room" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("missing", "lane"),
+    [((), "peer"), (("peer",), "dma"), (("peer", "dma"), "net"), (("dma",), "peer"), (("peer", "dma", "net"), "net")],
+)
+def test_fused_is_posted_over_the_nearest_lane_where_there_are_no_peers(missing: tuple[str, ...], lane: str) -> None:
+    lanes = {one: "a reason" if one in missing else "" for one in ("net", "peer", "dma")}
+    assert lane_of_fused(lanes) == lane

@@ -167,6 +167,9 @@ class StreamGuard:
             if not self._closed:
                 self._closed = isinstance(error, errors.DeviceLost)
                 self._group.fail(error)
+        except RuntimeError as error:  # torch's own word for a context that is gone
+            if not self._closed:
+                self._group.fail(errors.UndertowError(reason=f"The device does not answer: {error}"))
 
     def _tick(self, now: float) -> None:
         if self._closed:

@@ -119,7 +119,7 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
 
         return auto(request)
     matmul_fused = strategy == "fused" and problem.operator != EMBEDDING
-    usual = next((one for one in ("peer", "dma") if not lanes[one]), "net") if matmul_fused else request.lane
+    usual = lane_of_fused(lanes) if matmul_fused else request.lane
     grain, lane = parse_strategy(strategy, request.grains, lanes, usual)
     if grain == "fused" and problem.operator != EMBEDDING:
         refuse_fused(strategy, problem, lane, request.group)
@@ -129,6 +129,11 @@ def choose(request: Request, strategy: str, plan: Plan | None) -> Choice:
         made = default_plan(problem, grain, lane, request.by_program)
     made.check(problem)
     return Choice(made, "The strategy was given.")
+
+
+def lane_of_fused(lanes: dict[str, str]) -> str:
+    """Of a matmul where the strategy names none, by why each lane is not there: stored to peers, or posted."""
+    return next((one for one in ("peer", "dma") if not lanes[one]), "net")
 
 
 def near(group: Group) -> str:

@@ -12,9 +12,9 @@ rank, with the lock of torch's context or the interpreter's, which the proxy's t
 kernel waits. So whatever is new is made on an idle stream; a call like one before it waits for nothing.
 
 What callers do while such a call is under way, and how far their hosts run ahead, is their own affair where the
-proxy's copies have a context of their own. Where there was no room for one (`fabric/copy_context.py`), a kernel that is
-loaded then, a copy to or from memory that is not pinned, or a thousand launches more may wait until the deadline:
-whoever needs them settles the stream first.
+proxy's copies have a context of their own, as long as nobody waits for kernels with the interpreter's lock. Where there
+was no room for a context (`fabric/copy_context.py`), a kernel that is loaded then, a copy to or from memory that is not
+pinned, or a thousand launches more may wait until the deadline: whoever needs them settles the stream first.
 
 **Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
 The proxy's thread serves replays as it serves calls.
