@@ -13,7 +13,8 @@ import torch.distributed as dist
 import undertow as ut
 from undertow import errors
 from undertow.fabric import registry
-from undertow.fabric.proxy import Post, Proxy
+from undertow.fabric.post_ring import ENDING, Post
+from undertow.fabric.proxy import Proxy
 
 
 def sentence(use: object) -> str:
@@ -81,21 +82,20 @@ def last_posts(how: str) -> list[int]:
     number, to = proxy.attach(buffer), 1 - group.rank
     group.barrier()
     post = Post(number, 0, to, number, 0, 16, 0)
-    between, real, seen = threading.Event(), proxy._drain.progress, list[int]()
+    between, real = threading.Event(), proxy.posts.take
     ended = threading.Thread(target=registry._leave if how == "script" else group.fabric.finish)
 
-    def progress() -> bool:
-        seen.append(proxy._taken)
-        if seen.count(1) == 2:  # the first look after the first post found nothing
+    def take() -> Post | None:
+        found = real()
+        if found is None and proxy.posts.taken == 1 and not between.is_set():  # the first look after the first post
             proxy.post(post)
             ended.start()
-            while not proxy._stopping:
+            while proxy.asked != ENDING:
                 time.sleep(0.001)
             between.set()
-            return False
-        return real()
+        return found
 
-    proxy._drain.progress = progress  # type: ignore[method-assign]
+    proxy.posts.take = take  # type: ignore[method-assign]
     proxy.post(post)
     between.wait(5)
     ended.join()
@@ -104,20 +104,18 @@ def last_posts(how: str) -> list[int]:
     return [proxy.signals.read(0), int(alive)]
 
 
-def held_back() -> tuple[bool, float]:
-    """The proxy does not end before what it took has left, nor waits for that for ever; whether, and for how long."""
+def posts_nobody_waits_for(lane: str) -> bool:
+    """Whether all that was posted before a proxy was closed has arrived then."""
     group = ut.init()
-    proxy, open_again = Proxy(group.fabric, signals=1), threading.Event()
-    proxy._drain.holds = lambda: not open_again.is_set()  # type: ignore[method-assign]
-    ending = threading.Thread(target=proxy.stop)
-    ending.start()
-    ending.join(0.5)
-    waits = ending.is_alive()
-    if group.rank == 0:
-        open_again.set()
-    began = time.monotonic()
-    ending.join()
-    return waits, time.monotonic() - began
+    proxy, count, size = Proxy(group.fabric, signals=1, capacity=4, lane=lane), 9, 1 << 16
+    source, target = (group.fabric.buffer((count, size), torch.uint8) for _ in range(2))
+    source.local.fill_(1 + group.rank)
+    numbers = proxy.attach(source), proxy.attach(target)
+    group.barrier()
+    for one in range(count):
+        proxy.post(Post(numbers[0], one * size, 1 - group.rank, numbers[1], one * size, size, 0))
+    proxy.close()
+    return bool((target.local == 2 - group.rank).all())
 
 
 def wrong_peers_and_slots() -> list[str]:

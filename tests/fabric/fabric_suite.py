@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import undertow as ut
 from undertow import errors
-from undertow.fabric.proxy import Post, Proxy
+from undertow.fabric.post_ring import Post
+from undertow.fabric.proxy import Proxy
 from undertow.ops.alone import all_reduce
 from undertow.ops.matmul_all_reduce import reference
 

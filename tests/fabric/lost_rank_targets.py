@@ -21,7 +21,8 @@ import torch.distributed as dist
 import undertow as ut
 from undertow.errors import RankLost
 from undertow.fabric.group import Group
-from undertow.fabric.proxy import Post, Proxy
+from undertow.fabric.post_ring import Post
+from undertow.fabric.proxy import Proxy
 from undertow.fabric.registry import as_group
 from undertow.fabric.watchdog import TICK_SECONDS, is_dead
 

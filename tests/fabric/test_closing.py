@@ -35,12 +35,9 @@ def test_what_was_posted_last_arrives(how: str) -> None:
     assert ut.launch(targets.last_posts, 2, device="cpu", args=(how,), deadline=10) == [[2, 0], [2, 0]]
 
 
-def test_a_proxy_ends_when_what_it_took_has_left_or_at_the_deadline() -> None:
-    (waits, soon), (also, late) = ut.launch(targets.held_back, 2, device="cpu", deadline=2)
-    assert waits
-    assert also
-    assert soon < 0.5
-    assert 1 < late < 4
+@pytest.mark.parametrize("lane", ["dma", "net"])
+def test_what_nobody_waits_for_arrives_before_a_proxy_is_closed(lane: str) -> None:
+    assert ut.launch(targets.posts_nobody_waits_for, 2, device="cpu", args=(lane,), deadline=10) == [True, True]
 
 
 def test_wrong_peers_and_slots_are_refused() -> None:

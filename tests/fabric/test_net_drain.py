@@ -19,7 +19,7 @@ import torch.distributed as dist
 from no_driver import imported
 
 from undertow.fabric import net_drain
-from undertow.fabric.proxy import Post
+from undertow.fabric.post_ring import Post
 from undertow.fabric.symmetric import SymmetricBuffer
 
 PIECE = net_drain._PIECE
@@ -64,7 +64,8 @@ class Node:
             words = self.words[rank].ctypes.data
             signals = SimpleNamespace(count=8, address=lambda at, index, words=words: words + 4 * index)
             proxy = SimpleNamespace(
-                group=group, signals=signals, on_device=on_device, buffers=self.buffers[rank],
+                group=group, signals=signals, on_device=on_device,
+                posts=SimpleNamespace(named=self.buffers[rank].__getitem__),
                 copies=lambda: SimpleNamespace(out=1, into=2, end=lambda: None),
                 on_this_thread=contextlib.nullcontext,
             )  # fmt: skip
@@ -117,7 +118,7 @@ def exchanged(on_device: bool) -> None:
     def post(rank: int) -> None:
         for number, size in enumerate(sizes):
             for to in (1 - rank, rank):
-                node.drains[rank].start(Post(5, span - size, to, 5, span * (1 + rank), size, rank))
+                node.drains[rank].move(Post(5, span - size, to, 5, span * (1 + rank), size, rank))
                 assert until(lambda to=to, number=number: bool(node.words[to][rank] > number))
                 landed = memory[to][span * (1 + rank) :][:size]
                 assert np.array_equal(landed, memory[rank][span - size : span]), "a signal came before its bytes"
@@ -158,7 +159,7 @@ def test_memory_that_was_replaced_goes_before_the_next_transfer(on_device: bool,
     old = np.zeros(64, np.uint8)
     weakref.finalize(old, await_kernels)
     buffer = node.attach(1, 1, old)
-    node.drains[0].start(Post(7, 0, 1, 1, 0, 64, 3))
+    node.drains[0].move(Post(7, 0, 1, 1, 0, 64, 3))
     assert until(lambda: bool(node.words[1][3] == 1))
     time.sleep(0.05)
     buffer.release()
@@ -166,7 +167,7 @@ def test_memory_that_was_replaced_goes_before_the_next_transfer(on_device: bool,
     gone_at_once = bool(late)
     new = np.zeros(64, np.uint8)
     node.attach(2, 1, new)
-    node.drains[0].start(Post(7, 0, 1, 2, 0, 64, 3))
+    node.drains[0].move(Post(7, 0, 1, 2, 0, 64, 3))
     assert until(lambda: bool(node.words[1][3] == 2))
     assert new.all()
     assert gone_at_once, "the receiver still had the memory of the last transfer"
@@ -179,7 +180,7 @@ def test_nothing_to_move_for_long_is_no_failure() -> None:
     node.attach(7, 0, np.ones(8, np.uint8))
     node.attach(7, 1, there)
     time.sleep(1.5)
-    node.drains[0].start(Post(7, 0, 1, 7, 0, 8, 0))
+    node.drains[0].move(Post(7, 0, 1, 7, 0, 8, 0))
     assert until(lambda: bool(node.words[1][0]))
     assert there.all()
     node.close()

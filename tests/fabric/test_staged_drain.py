@@ -1,59 +1,145 @@
-"""The proxy's `dma` path under a driver that copies at once: chunks, their order, arrivals, room."""
+"""The proxy's `dma` path under a driver that copies at once: chunks, their order, arrivals, room, its end.
+
+The driver's functions are machine code here, too: nothing that is moved needs the interpreter's lock.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import logging
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
+import torch
 from no_driver import imported
 
-from undertow.fabric.proxy import Post
+from undertow import errors
+from undertow.fabric.atomics import copy_bytes, store_release
+from undertow.fabric.post_ring import ENDING, RESTED, RESTING, Post, PostRing
+from undertow.fabric.staged_moves import BUSY, IDLE, SLOTS, turn
+from undertow.kernels import ring_layout
+
+PATIENCE = 10.0
+ILLEGAL_ADDRESS = 700
+
+
+@numba.cfunc("int32(int64, int64, int64, int64)")
+def copy_at_once(to: int, source: int, size: int, stream: int) -> int:
+    copy_bytes(np.uintp(to), np.uintp(source), size)
+    return 0
+
+
+@numba.cfunc("int32(int64, int64, int32, int32)")
+def write_at_once(stream: int, address: int, value: int, flags: int) -> int:
+    store_release(np.uintp(address), value)
+    return 0
+
+
+@numba.cfunc("int32(int64, int64, int64, int64)")
+def refuse(to: int, source: int, size: int, stream: int) -> int:
+    return ILLEGAL_ADDRESS
 
 
 @pytest.fixture(name="staged")
 def staged_drain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    driver = {
-        "to_host": lambda stream, host, device, size: ctypes.memmove(host, device, size),
-        "to_device": lambda stream, device, host, size: ctypes.memmove(device, host, size),
-        "write": lambda stream, address, value: setattr(ctypes.c_int32.from_address(address), "value", value),
-    }
     with imported("undertow.fabric.staged_drain", monkeypatch) as module:
-        for name, function in driver.items():
-            monkeypatch.setattr(module.stream_memory, name, function)
+        functions = copy_at_once.address, copy_at_once.address, write_at_once.address
+        monkeypatch.setattr(module.stream_memory, "entry_points", lambda: functions)
         yield module
 
 
 class Node:
-    """Ranks in one process: a buffer and arrival words of each, one ring for all."""
+    """Ranks in one process: a buffer, a ring of posts and arrival words of each, one segment for all."""
 
-    def __init__(self, staged: Any, monkeypatch: pytest.MonkeyPatch, size: int, nbytes: int) -> None:
+    def __init__(
+        self, staged: Any, monkeypatch: pytest.MonkeyPatch, size: int, nbytes: int, capacity: int = 64,
+        deadline: float = PATIENCE,
+    ) -> None:  # fmt: skip
         self.memory = [np.zeros(nbytes, np.uint8) for _ in range(size)]
         self.words = [np.zeros(8, np.int32) for _ in range(size)]
-        rings: list[np.ndarray[Any, Any]] = []
+        self.asked, self.aborts = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        self._tickets = [0] * size
+        segments: list[np.ndarray[Any, Any]] = []
 
         def pinned(group: Any, total: int, purpose: str) -> Any:
-            if not rings:
-                rings.append(np.zeros(total, np.uint8))
-            assert rings[0].size == total
-            return SimpleNamespace(address=rings[0].ctypes.data, close=lambda: None)
+            if not segments:
+                segments.append(np.zeros(total, np.uint8))
+            assert segments[0].size == total
+            return SimpleNamespace(address=segments[0].ctypes.data, close=lambda: None)
 
         monkeypatch.setattr(staged, "PinnedSegment", pinned)
-        self.drains = [staged.StagedDrain(self._proxy(rank, size)) for rank in range(size)]
+        self.posts: list[PostRing] = []
+        self.drains = [staged.StagedDrain(self._proxy(rank, size, capacity, deadline)) for rank in range(size)]
 
-    def _proxy(self, rank: int, size: int) -> Any:
-        here = self.memory[rank].ctypes.data
+    def _proxy(self, rank: int, size: int, capacity: int, deadline: float) -> Any:
         words = self.words[rank].ctypes.data
         signals = SimpleNamespace(count=8, address=lambda at, index: words + 4 * index)
+        aborts, asked = self.aborts[rank:].ctypes.data, self.asked[rank:].ctypes.data
+        group: Any = SimpleNamespace(rank=rank, size=size, abort_address=aborts, deadline=deadline)
+        ring = torch.zeros(ring_layout.ring_bytes(capacity) // 8, dtype=torch.int64)
+        self.posts.append(PostRing(group, ring, capacity, 8))
+        memory = self.memory[rank]
+        attached: Any = SimpleNamespace(
+            identity=5, nbytes=memory.size, address=lambda at: memory.ctypes.data, when_released=lambda call: None
+        )
+        self.posts[rank].attach(attached)
+        copies = SimpleNamespace(out=0, into=0, end=lambda: None)
         return SimpleNamespace(
-            group=SimpleNamespace(rank=rank, size=size, device="a device"), signals=signals,
-            buffers={5: SimpleNamespace(address=lambda at: here)}, source=lambda post: here + post.source_offset,
-            copies=lambda: SimpleNamespace(out=0, into=0),
-        )  # fmt: skip
+            group=group, signals=signals, posts=self.posts[rank], copies=lambda: copies, asked_address=asked
+        )
+
+    def post(self, rank: int, post: Post) -> None:
+        self.posts[rank].put(self._tickets[rank], post)
+        self._tickets[rank] += 1
+
+    def turn(self, rank: int) -> int:
+        drain = self.drains[rank]
+        return int(turn(self.posts[rank].compiled, drain.pairs, drain.driver, drain.waiting))
+
+    def serve(self, rank: int) -> Serving:
+        return Serving(self.drains[rank].serve)
+
+
+class Serving:
+    """A thread that moves what is posted, and how it ended."""
+
+    def __init__(self, serve: Callable[[], None]) -> None:
+        self.error: Exception | None = None
+
+        def run() -> None:
+            try:
+                serve()
+            except Exception as error:
+                self.error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+
+    def ends_within(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+
+@contextlib.contextmanager
+def all_serving(node: Node, *already: Serving) -> Iterator[list[Serving]]:
+    """As a proxy is closed: nobody ends before all have sent all. `already`: the first ranks'."""
+    serving = [*already, *(node.serve(rank) for rank in range(len(already), len(node.memory)))]
+    yield serving
+    node.asked[:] = RESTING
+    end = time.monotonic() + PATIENCE
+    while (node.asked != RESTED).any() and time.monotonic() < end:
+        time.sleep(0.001)
+    node.asked[:] = ENDING
+    assert all(one.ends_within(PATIENCE) for one in serving)
+    assert [one.error for one in serving] == [None] * len(serving)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -67,15 +153,13 @@ def test_posts_arrive_whole_in_order_and_once(ranks: int, staged: Any, monkeypat
     sent = []
     for rank, to in ((one, (one + step) % ranks) for one in range(ranks) for step in range(1, ranks)):
         size = sizes[len(sent) % len(sizes)]
-        post = Post(5, 0, to, 5, span * (1 + rank), size, rank)
-        node.drains[rank].start(post)
+        node.post(rank, Post(5, 0, to, 5, span * (1 + rank), size, rank))
         sent.append((rank, to, size))
     for rank, memory in enumerate(node.memory):
         memory[:span] = rank + 1
     arrived: dict[tuple[int, int], int] = {}
     for _ in range(200 * ranks):
-        number = chance.randrange(ranks)
-        node.drains[number].progress()
+        assert node.turn(chance.randrange(ranks)) in (IDLE, BUSY)
         for rank, to, size in sent:
             if node.words[to][rank] and (rank, to) not in arrived:
                 landed = node.memory[to][span * (1 + rank) :][:size]
@@ -83,4 +167,158 @@ def test_posts_arrive_whole_in_order_and_once(ranks: int, staged: Any, monkeypat
                 arrived[rank, to] = size
     assert arrived == {(rank, to): size for rank, to, size in sent}
     assert all(int(words.sum()) == ranks - 1 for words in node.words)
-    assert not any(drain.progress() for drain in node.drains)
+    assert [node.turn(rank) for rank in range(ranks)] == [IDLE] * ranks
+
+
+def test_many_small_posts_while_they_are_made(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there is room for: in the ring, and behind it."""
+    monkeypatch.setattr(staged, "_MOST_WAITING", 3)
+    capacity, count = 8, 2000
+    node = Node(staged, monkeypatch, 2, 2 * 4 * count, capacity)
+    node.memory[0][: 4 * count] = np.arange(count, dtype=np.int32).view(np.uint8)
+    with all_serving(node):
+        for number in range(count):
+            while number - node.posts[0].taken >= capacity:
+                time.sleep(0)
+            node.post(0, Post(5, 4 * number, 1, 5, 4 * (count + number), 4, number % 8))
+    assert (node.memory[1][4 * count :].view(np.int32) == np.arange(count)).all()
+    assert node.words[1].tolist() == [count // 8] * 8
+
+
+def test_nothing_waits_for_the_interpreters_lock(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that keeps the lock while it waits, as some launches do: what they wait for is moved meanwhile."""
+    ranks = 2
+    chunk = staged.chunk_bytes(ranks)
+    size = (3 * SLOTS) * chunk + 5
+    node = Node(staged, monkeypatch, ranks, 2 * size)
+    keeps_the_lock = ctypes.PyDLL(None)  # `CDLL` would let go of it
+    beats = [0]
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.is_set():
+            beats[0] += 1
+
+    other = threading.Thread(target=beat)
+    other.start()
+    with all_serving(node):
+        for rank in range(ranks):
+            node.memory[rank][:size] = rank + 1
+        for rank in range(ranks):
+            node.post(rank, Post(5, 0, 1 - rank, 5, size, size, 3))
+        before = beats[0]
+        keeps_the_lock.usleep(500_000)
+        after, landed = beats[0], [int(words[3]) for words in node.words]
+        over.set()
+    other.join()
+    assert landed == [1, 1]
+    assert after - before < 100_000, "another thread ran: the lock was not kept"
+    for rank in range(ranks):
+        assert (node.memory[rank][size:] == 2 - rank).all()
+
+
+def test_it_ends_when_what_it_took_has_left(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = staged.chunk_bytes(2)
+    node = Node(staged, monkeypatch, 2, 2 * (SLOTS + 2) * chunk)
+    node.post(0, Post(5, 0, 1, 5, (SLOTS + 2) * chunk, (SLOTS + 2) * chunk, 0))
+    sender = node.serve(0)
+    node.asked[:] = ENDING  # even before the post was taken
+    assert not sender.ends_within(0.3)  # the other one makes no room
+    receiver = node.serve(1)
+    while not node.words[1][0]:  # told to stop with nothing to do, it may end before more has come
+        assert not (receiver.ends_within(0) and receiver.error)
+        if receiver.ends_within(0):
+            receiver = node.serve(1)
+    assert sender.ends_within(PATIENCE)
+    assert sender.error is None
+
+
+def test_it_rests_when_all_has_left_and_goes_on(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = staged.chunk_bytes(2)
+    size = (SLOTS + 2) * chunk
+    node = Node(staged, monkeypatch, 2, 2 * size)
+    node.memory[0][:size] = 1
+    node.post(0, Post(5, 0, 1, 5, size, size, 0))
+    node.asked[:] = RESTING  # even before the post was taken
+    sender = node.serve(0)
+    assert not sender.ends_within(0.3)  # the other one makes no room
+    assert node.asked[0] == RESTING
+    with all_serving(node, sender):
+        pass
+    assert node.memory[1][size:].all()
+
+
+def test_it_does_not_wait_for_ever_for_who_makes_no_room(
+    staged: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    chunk = staged.chunk_bytes(2)
+    node = Node(staged, monkeypatch, 2, 2 * (SLOTS + 1) * chunk, deadline=0.5)
+    monkeypatch.setattr(logging.getLogger("undertow"), "propagate", True)
+    node.post(0, Post(5, 0, 1, 5, 0, (SLOTS + 1) * chunk, 0))
+    node.asked[:] = ENDING
+    began = time.monotonic()
+    sender = node.serve(0)
+    assert sender.ends_within(PATIENCE)
+    assert time.monotonic() - began >= 0.5
+    assert sender.error is None
+    assert "The proxy ends with posts that nobody took for 0.5 s" in caplog.text
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_group_that_failed_ends_it(staged: Any, monkeypatch: pytest.MonkeyPatch, idle: bool) -> None:
+    chunk = staged.chunk_bytes(2)
+    node = Node(staged, monkeypatch, 2, 2 * (SLOTS + 1) * chunk)
+    if not idle:
+        node.post(0, Post(5, 0, 1, 5, 0, (SLOTS + 1) * chunk, 0))
+    sender = node.serve(0)
+    assert not sender.ends_within(0.1)
+    node.aborts[0] = 1
+    assert sender.ends_within(1.0)
+    assert sender.error is None
+
+
+@pytest.mark.parametrize("attempt", range(20))
+def test_what_was_posted_before_the_end_leaves(staged: Any, monkeypatch: pytest.MonkeyPatch, attempt: int) -> None:
+    node = Node(staged, monkeypatch, 2, 64)
+    serving = [node.serve(0), node.serve(1)]
+    for _ in range(1 + attempt % 3):
+        node.post(0, Post(5, 0, 1, 5, 0, 64, 0))
+    node.asked[0] = ENDING
+    assert serving[0].ends_within(PATIENCE)
+    end = time.monotonic() + PATIENCE
+    while node.words[1][0] < 1 + attempt % 3 and time.monotonic() < end:
+        time.sleep(0.001)
+    assert node.words[1][0] == 1 + attempt % 3
+    node.asked[1] = ENDING
+    assert serving[1].ends_within(PATIENCE)
+
+
+def test_a_wrong_post_ends_it_with_its_sentence(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(staged, monkeypatch, 2, 64)
+    node.post(0, Post(5, 0, 1, 5, 0, 64, 0))
+    node.post(0, Post(5, 0, 1, 5, 1, 64, 0))
+    sender = node.serve(0)
+    assert sender.ends_within(PATIENCE)
+    assert str(sender.error) == "destination range is [1, 65), but must be inside 64 bytes."
+
+
+def test_a_chunk_for_a_buffer_that_is_gone_ends_it(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node(staged, monkeypatch, 2, 64)
+    node.posts[1].compiled.buffers[:] = -1
+    node.post(0, Post(5, 0, 1, 5, 0, 64, 0))
+    serving = [node.serve(0), node.serve(1)]
+    assert serving[1].ends_within(PATIENCE)
+    assert str(serving[1].error) == "a chunk's buffer is not attached, but must be attached to the proxy."
+    node.asked[0] = ENDING
+    assert serving[0].ends_within(PATIENCE)
+
+
+def test_what_the_driver_refuses_is_said(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = refuse.address, refuse.address, write_at_once.address
+    monkeypatch.setattr(staged.stream_memory, "entry_points", lambda: functions)
+    node = Node(staged, monkeypatch, 2, 64)
+    node.post(0, Post(5, 0, 1, 5, 0, 64, 0))
+    sender = node.serve(0)
+    assert sender.ends_within(PATIENCE)
+    assert isinstance(sender.error, errors.DeviceLost)
+    assert sender.error.facts == {"rank": 0, "reason": str(ILLEGAL_ADDRESS)}

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import undertow as ut
 from undertow.errors import NoPeerPointer, RankLost, StrategyUnavailable
 from undertow.fabric.group import Group
-from undertow.fabric.proxy import Post, Proxy
+from undertow.fabric.post_ring import Post
+from undertow.fabric.proxy import Proxy
 
 ROWS, INNER, COLUMNS = 512, 8, 1024
 PAYLOAD = ROWS * COLUMNS * 4

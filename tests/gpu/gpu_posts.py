@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from undertow.fabric.proxy import Post, Proxy
+from undertow.fabric.post_ring import Post
+from undertow.fabric.proxy import Proxy
 from undertow.kernels.proxy import post_transfer
 from undertow.kernels.signals import report_error
 

@@ -262,7 +262,7 @@ def alone(monkeypatch: pytest.MonkeyPatch, batches: list[int], dims: list[list[i
         ring = {"address": node.ring.ctypes.data, "head": node.head, "capacity": CAPACITY, "signals": arrivals}
         buffers: dict[int, Any] = {}
         attach = lambda space: buffers.setdefault(space.identity, space).identity  # noqa: E731
-        return SimpleNamespace(**ring, buffers=buffers, attach=attach, group=fabric.group)
+        return SimpleNamespace(**ring, posts=SimpleNamespace(attached=buffers), attach=attach, group=fabric.group)
 
     monkeypatch.setattr(posting, "Proxy", made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")

@@ -13,7 +13,8 @@ import torch
 import undertow as ut
 from undertow.errors import AllocationFailed
 from undertow.fabric.net_drain import NetDrain
-from undertow.fabric.proxy import Drain, Post, _CopyDrain
+from undertow.fabric.post_ring import Post
+from undertow.fabric.proxy import Drain, _CopyDrain
 from undertow.fabric.symmetric import SymmetricBuffer
 from undertow.ops import choose, posts
 from undertow.plan.defaults import fused_plan
@@ -53,7 +54,7 @@ def mixed_calls(seed: int, count: int) -> int:
     A half that is written too early, here or at another rank, shows as wrong numbers.
     """
     group, chance = ut.init(), random.Random(seed)
-    real = NetDrain.start, _CopyDrain.start
+    real = NetDrain.move, _CopyDrain.move
 
     slow = random.Random(seed + group.rank)
 
@@ -62,7 +63,7 @@ def mixed_calls(seed: int, count: int) -> int:
             time.sleep(0.03)  # longer than it takes to prepare and check a call
         real[isinstance(self, _CopyDrain)](self, post)  # type: ignore[arg-type]
 
-    NetDrain.start = _CopyDrain.start = late  # type: ignore[method-assign,assignment]
+    NetDrain.move = _CopyDrain.move = late  # type: ignore[method-assign,assignment]
     try:
         for _ in range(count):
             lane = chance.choice(LANES)
@@ -78,7 +79,7 @@ def mixed_calls(seed: int, count: int) -> int:
                 [suite.Case(operator, f"fused:{one}", dtype, shape, seed + 6 * at) for at, one in enumerate(lanes)],
             )
     finally:
-        NetDrain.start, _CopyDrain.start = real  # type: ignore[method-assign]
+        NetDrain.move, _CopyDrain.move = real  # type: ignore[method-assign]
     return count
 
 

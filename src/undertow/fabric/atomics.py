@@ -34,6 +34,7 @@ SLEEPERS = 4  # bytes from a signal to the count of those who sleep
 _SLEEP_NANOSECONDS = 2_000_000
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1) if platform.system() == "Linux" else -1
 _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 0, 1, 2**31 - 1
+_MONOTONIC, _ABSOLUTE = 1, 1  # CLOCK_MONOTONIC, TIMER_ABSTIME
 
 _RELAX = {"x86_64": "llvm.x86.sse2.pause"}.get(platform.machine(), "")
 
@@ -198,11 +199,30 @@ def sleep_until(typing_context: Any, nanoseconds: Any) -> Any:
             builder.store(value, builder.gep(moment, place, inbounds=True))
         kind = ir.FunctionType(number, [number, number, moment.type, moment.type])
         function = cgutils.get_or_insert_function(builder.module, kind, "clock_nanosleep")
-        clock, absolute = (ir.Constant(number, 1) for _ in range(2))  # CLOCK_MONOTONIC, TIMER_ABSTIME
+        clock, absolute = ir.Constant(number, _MONOTONIC), ir.Constant(number, _ABSOLUTE)
         builder.call(function, [clock, absolute, moment, ir.Constant(moment.type, None)])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def now(typing_context: Any) -> Any:
+    """The monotonic clock, in nanoseconds, as for `sleep_until`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        word, number = ir.IntType(64), ir.IntType(32)
+        moment = cgutils.alloca_once(builder, ir.ArrayType(word, 2))
+        kind = ir.FunctionType(number, [number, moment.type])
+        function = cgutils.get_or_insert_function(builder.module, kind, "clock_gettime")
+        builder.call(function, [ir.Constant(number, _MONOTONIC), moment])
+        seconds, rest = (
+            builder.load(builder.gep(moment, [ir.Constant(number, 0), ir.Constant(number, index)], inbounds=True))
+            for index in range(2)
+        )
+        return builder.add(builder.mul(seconds, ir.Constant(word, 10**9)), rest)
+
+    return types.int64(), generate
 
 
 def _call_futex(builder: Any, address: Any, operation: int, value: Any, timeout: Any) -> None:
@@ -213,35 +233,36 @@ def _call_futex(builder: Any, address: Any, operation: int, value: Any, timeout:
     builder.call(function, [number, address, what, value, timeout, none, none])
 
 
-def _compiled(signature: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiled when it is defined, once for all processes; it runs without the GIL."""
     return numba.njit(signature, nogil=True, cache=True)  # type: ignore[no-any-return]
 
 
-@_compiled("int32(uintp)")
+@compiled("int32(uintp)")
 def load(address: int) -> Any:
     """The word at `address`, acquired."""
     return load_acquire(address)
 
 
-@_compiled("void(uintp, int32)")
+@compiled("void(uintp, int32)")
 def store(address: int, value: int) -> None:
     """Set the word at `address`, releasing this thread's earlier stores."""
     store_release(address, value)
 
 
-@_compiled("boolean(uintp, int32, int32)")
+@compiled("boolean(uintp, int32, int32)")
 def compare_and_set(address: int, expected: int, value: int) -> Any:
     """Replace `expected` by `value` at `address` in one step; whether it was `expected`."""
     return exchange_if_equal(address, expected, value)
 
 
-@_compiled("void(uintp, uintp, int64)")
+@compiled("void(uintp, uintp, int64)")
 def copy(destination: int, source: int, count: int) -> None:
     """Copy `count` bytes."""
     copy_bytes(destination, source, count)
 
 
-@_compiled("void(uintp, uintp, int64, int64, int64, float64)")
+@compiled("void(uintp, uintp, int64, int64, int64, float64)")
 def copy_paced(destination: int, source: int, count: int, block: int, begin: int, speed: float) -> None:
     """Copy `count` bytes as a link of `speed` bytes a nanosecond would that begins at `begin` (nanoseconds), asleep
     for most of the time: so many bytes at a time as `block` says, none done before its moment.
@@ -252,7 +273,7 @@ def copy_paced(destination: int, source: int, count: int, block: int, begin: int
         sleep_until(begin + numba.int64((first + size) / speed))
 
 
-@_compiled("void(uintp, int32)")
+@compiled("void(uintp, int32)")
 def signal_set(signal: int, value: int) -> None:
     """Set a signal and wake who waits for it; releases this thread's earlier stores."""
     exchange_in_order(signal, value)
@@ -260,7 +281,7 @@ def signal_set(signal: int, value: int) -> None:
         wake_all(signal)
 
 
-@_compiled("int32(uintp, int32)")
+@compiled("int32(uintp, int32)")
 def signal_add(signal: int, amount: int) -> Any:
     """Add to a signal and wake who waits for it; releases this thread's earlier stores. What it was before."""
     before = add_in_order(signal, amount)
@@ -269,14 +290,14 @@ def signal_add(signal: int, amount: int) -> Any:
     return before
 
 
-@_compiled("void(uintp, uintp, int64, uintp, int32)")
+@compiled("void(uintp, uintp, int64, uintp, int32)")
 def copy_then_signal(destination: int, source: int, count: int, signal: int, amount: int) -> None:
     """Copy `count` bytes, then `signal_add`: who acquires the signal sees the bytes."""
     copy_bytes(destination, source, count)
     signal_add(signal, amount)
 
 
-@_compiled("int32(uintp, int32, uintp, int64)")
+@compiled("int32(uintp, int32, uintp, int64)")
 def wait(signal: int, target: int, abort: int, spins: int) -> Any:
     """Wait for one slice until the signal reaches `target` (cyclic compare), acquiring it; poll `spins` times at first.
 
@@ -299,7 +320,7 @@ def wait(signal: int, target: int, abort: int, spins: int) -> Any:
     return SLICE_OVER
 
 
-@_compiled("int32(uintp, int32, uintp, int64, uintp, uintp, int64)")
+@compiled("int32(uintp, int32, uintp, int64, uintp, uintp, int64)")
 def wait_then_copy(signal: int, target: int, abort: int, spins: int, destination: int, source: int, count: int) -> Any:
     """`wait`, then copy `count` bytes if the signal arrived: one call on the latency path."""
     status = wait(signal, target, abort, spins)

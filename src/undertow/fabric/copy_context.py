@@ -5,7 +5,7 @@ in hand, and every other call in that context waits, too. A kernel that waits fo
 launches behind it, and the proxy's next copy: none of them would go on until the deadline. The same goes for whatever
 else waits for kernels with that lock, as loading one does. In a context of their own the proxies' copies wait for
 nobody: its streams have queues and a lock of their own. (Against who waits with the interpreter's lock it does not
-help: the proxy's thread needs that, too.)
+help: what moves posts over `dma` needs none, `staged_moves.py`; the threads of `net` do.)
 
 Pinned memory belongs to all contexts of a process, mapped memory (torch's symmetric memory, `torch_symmetric.py`) to a
 device. What `cudaMalloc` gave belongs to one context: a copy of it takes that one's lock.

@@ -13,7 +13,7 @@ all kernels of the rank, with the interpreter's lock in its hands.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,13 @@ from .. import errors
 from ..kernels import ring_layout
 from . import atomics
 from .logs import get_logger
-from .proxy import Arrivals, Drain, Post
+from .post_ring import Post
+from .proxy import OneByOne, cyclic
 
 if TYPE_CHECKING:
+    from .group import Group
     from .proxy import Proxy
+    from .signals import Signals
 
 _HEADER_TAG, _BYTES_TAG = 0, 1
 _FIELDS = 4  # destination buffer, destination offset, byte count, signal index
@@ -35,14 +38,14 @@ _PIECE = 4 << 20
 _EVER = timedelta(days=3650)  # between two transfers: the deadline is for those who wait for one
 
 
-class NetDrain(Drain):
+class NetDrain(OneByOne):
     """Sends in the proxy's thread, receives in one of its own; on a GPU each with a stream of its own."""
 
     def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
+        super().__init__(proxy)
         self._group = proxy.group
         self._wire = proxy.group.gloo("proxy")
-        self._arrivals = Arrivals(proxy.group, proxy.signals)
+        self._arrivals = _Arrivals(proxy.group, proxy.signals)
         self._on_device = proxy.on_device
         if proxy.on_device:
             self._out, self._in = proxy.copies().out, proxy.copies().into
@@ -50,7 +53,7 @@ class NetDrain(Drain):
         self._receiver = threading.Thread(target=self._receive, name="undertow-proxy-net", daemon=True)
         self._receiver.start()
 
-    def start(self, post: Post) -> None:
+    def move(self, post: Post) -> None:
         header = [post.destination_buffer, post.destination_offset, post.byte_count, post.signal_index]
         to = post.destination_rank
         if to == self._group.rank:
@@ -65,15 +68,12 @@ class NetDrain(Drain):
                 host = self._on_host(post.source_buffer, post.source_offset + first, size)
                 self._wire.send([host], to, _BYTES_TAG).wait()
 
-    def progress(self) -> bool:
-        return False
-
     def _address(self, buffer: int, offset: int) -> int:
-        return self._proxy.buffers[buffer].address(self._group.rank) + offset
+        return self._proxy.posts.named(buffer).address(self._group.rank) + offset
 
     def _bytes(self, buffer: int, offset: int, size: int) -> torch.Tensor:
         """On a CPU: a range of an attached buffer of this rank."""
-        return self._proxy.buffers[buffer].as_type(torch.uint8).local[offset : offset + size]
+        return self._proxy.posts.named(buffer).as_type(torch.uint8).local[offset : offset + size]
 
     def _on_host(self, buffer: int, offset: int, size: int) -> torch.Tensor:
         """The bytes in host memory: those of the CPU buffer itself, as a send has read them when it returns."""
@@ -150,6 +150,22 @@ class NetDrain(Drain):
             self._group.check()
         if self._on_device:
             self._proxy.copies().end()
+
+
+class _Arrivals:
+    """The running count of each arrival signal on this rank: its proxy is the only writer."""
+
+    def __init__(self, group: Group, signals: Signals) -> None:
+        self._rank = group.rank
+        self._signals = signals
+        self._counts = [0] * signals.count
+        self._lock = threading.Lock()
+
+    def advance(self, index: int, store: Callable[[int, int], None]) -> None:
+        """Say that one more has arrived, by `store(address, value)`; in one step, as two threads may deliver."""
+        with self._lock:
+            self._counts[index] += 1
+            store(self._signals.address(self._rank, index), cyclic(self._counts[index]))
 
 
 def _pieces(size: int) -> Iterator[tuple[int, int]]:

@@ -14,10 +14,10 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from .. import errors
@@ -25,48 +25,55 @@ from ..kernels import ring_layout
 from . import atomics
 from .base import Fabric
 from .logs import get_logger
+from .post_ring import ENDING, RESTED, RESTING, RUNNING, Post, PostRing
 from .segment import Segment
 from .signals import Signals
 from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
     from .copy_context import Copies
-    from .group import Group
-
-
-@dataclass(frozen=True, slots=True)
-class Post:
-    """One descriptor: bytes of an attached buffer here to bytes of an attached buffer there."""
-
-    source_buffer: int
-    source_offset: int
-    destination_rank: int
-    destination_buffer: int
-    destination_offset: int
-    byte_count: int
-    signal_index: int
 
 
 class Drain(ABC):
     """How the proxy moves what was posted."""
 
     @abstractmethod
-    def start(self, post: Post) -> None:
-        """Take a post of this rank."""
-
-    @abstractmethod
-    def progress(self) -> bool:
-        """Advance what can be advanced without blocking; whether anything was."""
-
-    def holds(self) -> bool:
-        """Whether a post was taken that has not left: its receiver has no room yet."""
-        return False
+    def serve(self) -> None:
+        """Take posts and move them, in the proxy's thread, until it is told to stop and none is left, or the group
+        fails."""
 
     def leave(self) -> None:  # noqa: B027 - a drain that copies at once owns nothing
         """The proxy's thread has ended: let go of what no other rank needs."""
 
     def close(self) -> None:  # noqa: B027 - as before
         """Stop. Collective."""
+
+
+class OneByOne(Drain):
+    """Moves each post before it takes the next."""
+
+    def __init__(self, proxy: Proxy) -> None:
+        self._proxy = proxy
+
+    @abstractmethod
+    def move(self, post: Post) -> None:
+        """Have the bytes of `post` at their place, or on their way to it, and its signal behind them."""
+
+    def serve(self) -> None:
+        proxy = self._proxy
+        idle_since = time.monotonic()
+        while True:
+            asked, failed = proxy.asked, proxy.group.failed  # before the look: what was posted until then is moved
+            post = proxy.posts.take()
+            if post is not None:
+                self.move(post)
+                idle_since = time.monotonic()
+            elif failed or asked == ENDING:
+                return
+            elif asked == RESTING:
+                atomics.compare_and_set(proxy.asked_address, RESTING, RESTED)
+            elif time.monotonic() - idle_since > 0.002:
+                time.sleep(0.0001)  # nothing for a while: give the core away
 
 
 class Proxy:
@@ -81,24 +88,23 @@ class Proxy:
         self.group = fabric.group
         self.capacity = capacity
         self.signals: Signals = fabric.signals(signals)  # arrivals on this rank
-        self.buffers: dict[int, SymmetricBuffer] = {}
         self.on_device = fabric.group.device.type == "cuda"
         size = ring_layout.ring_bytes(capacity)
-        self._memory: Segment | torch.Tensor
+        self._segment: Segment | None = None
         self._copies: Copies | None = None
         if self.on_device:
-            self._memory = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
-            self.address = self._memory.data_ptr()
+            words = torch.zeros(size // ring_layout.WORD_BYTES, dtype=torch.int64, pin_memory=True)
             #: counter of tickets, in device memory because not every link has atomics
             self.head = torch.zeros(1, dtype=torch.int32, device=fabric.group.device)
             self._copies = self._make_copies(fabric)
             self._load_ahead(fabric)
         else:
-            self._memory = Segment.create(size, "a proxy ring")
-            self.address = self._memory.address
+            self._segment = Segment.create(size, "a proxy ring")
+            words = self._segment.tensor(0, (size // ring_layout.WORD_BYTES,), torch.int64)
             self.head = torch.zeros(1, dtype=torch.int32)
-        self._taken = 0
-        self._stopping = False
+        self.posts = PostRing(self.group, words, capacity, signals)
+        self._asked = np.zeros(2, np.int32)  # what the thread is asked for, and whether anybody sleeps meanwhile
+        self.asked_address = int(self._asked.ctypes.data)
         self._drain = self._make_drain(fabric, lane)
         self.group.barrier()
         self._thread = threading.Thread(target=self._run, name="undertow-proxy", daemon=True)
@@ -160,15 +166,18 @@ class Proxy:
         return _CopyDrain(self)
 
     def attach(self, buffer: SymmetricBuffer) -> int:
-        """Let posts name `buffer` by a number, the same on all ranks. All ranks attach before any post names it."""
-        self.buffers[buffer.identity] = buffer
-        return buffer.identity
+        """Let posts name `buffer` by a number, the same on all ranks, until it is released. All ranks attach it before
+        any post names it."""
+        return self.posts.attach(buffer)
+
+    @property
+    def address(self) -> int:
+        """Of the ring, for kernels."""
+        return self.posts.address
 
     def ring(self) -> torch.Tensor:
         """The ring as int64 words, for kernels."""
-        if isinstance(self._memory, Segment):
-            return self._memory.tensor(0, (ring_layout.ring_bytes(self.capacity) // 8,), torch.int64)
-        return self._memory.view(torch.int64)
+        return self.posts.words
 
     def post(self, post: Post) -> None:
         """Post from the host, by the kernel's protocol. One poster at a time."""
@@ -176,25 +185,12 @@ class Proxy:
         self.head[0] = ticket + 1
         tail = self.address + ring_layout.TAIL_OFFSET
         began = time.monotonic()
-        room = _int32(ticket - self.capacity + 1)
+        room = cyclic(ticket - self.capacity + 1)
         while atomics.wait(tail, room, self.group.abort_address, atomics.SPINS_CROWDED) != atomics.ARRIVED:
             self.group.check()
             if time.monotonic() - began > self.group.deadline:
                 self.group.fail(self.group.why_waiting(post.destination_rank, "the proxy ring stayed full"))
-        words = self.ring()[ring_layout.descriptor_offset(ticket, self.capacity) // 8 :][: ring_layout.DESCRIPTOR_WORDS]
-        words[1:] = torch.tensor(
-            [
-                post.source_buffer,
-                post.source_offset,
-                post.destination_rank,
-                post.destination_buffer,
-                post.destination_offset,
-                post.byte_count,
-                post.signal_index,
-            ]
-        )
-        # Releases the words above: the thread acquires the low half of the ready word, which changes with every lap.
-        atomics.store(words.data_ptr(), ring_layout.ready_value(ticket))
+        self.posts.put(ticket, post)
 
     def wait(self, index: int, count: int, sender: int | None = None) -> None:
         """Wait until `count` transfers have arrived at signal `index` of this rank, in the order of the current stream.
@@ -225,18 +221,20 @@ class Proxy:
 
     def source(self, post: Post) -> int:
         """Address of the posted bytes here."""
-        return self.buffers[post.source_buffer].address(self.group.rank) + post.source_offset
+        return self.posts.named(post.source_buffer).address(self.group.rank) + post.source_offset
 
     def destination(self, post: Post, rank: int) -> int:
         """Address of the destination as seen from here, in the memory of `rank`."""
-        return self.buffers[post.destination_buffer].address(rank) + post.destination_offset
+        return self.posts.named(post.destination_buffer).address(rank) + post.destination_offset
 
     def close(self) -> None:
         """Move what was posted so far, then stop. Collective: a peer may still be sending to this rank."""
-        if self._stopping:
+        if self.asked == ENDING:
             return
         if not self.group.failed:
-            self.group.barrier()
+            self.group.barrier()  # nobody posts any more
+            self._rest()
+            self.group.barrier()  # nothing is on its way to any rank
         self._end()
         if self.group.failed:
             return  # a kernel may still poll the signals, a thread still write them: they go with the process
@@ -245,11 +243,25 @@ class Proxy:
 
     def stop(self) -> None:
         """End the thread without asking the others; for the fabric, when it is closed before the proxy."""
-        if not self._stopping:
+        if self.asked != ENDING:
             self._end()
 
+    @property
+    def asked(self) -> int:
+        """What the thread is asked for."""
+        return int(atomics.load(self.asked_address))
+
+    def _rest(self) -> None:
+        """Until all that was posted here has left."""
+        atomics.compare_and_set(self.asked_address, RUNNING, RESTING)
+        abort = self.group.abort_address
+        while atomics.wait(self.asked_address, RESTED, abort, atomics.SPINS_CROWDED) == atomics.SLICE_OVER:
+            self.group.check()
+        if self._copies is not None:
+            self._copies.rest()
+
     def _end(self) -> None:
-        self._stopping = True
+        atomics.store(self.asked_address, ENDING)
         while self._thread.is_alive() and not self.group.failed:  # it may be sending to a rank that is lost
             self._thread.join(0.05)
         if self.group.failed:
@@ -263,96 +275,24 @@ class Proxy:
     def _run(self) -> None:
         try:
             with self.on_this_thread():
-                self._serve()
+                self._drain.serve()
         except errors.UndertowError as error:
             self.group.fail(error)
         except Exception as error:  # a dead proxy is a hang for every rank: whatever it was, the group hears of it
             get_logger().exception("The proxy failed")
             self.group.fail(errors.UndertowError(reason=f"The proxy failed: {type(error).__name__}: {error}"))
 
-    def _serve(self) -> None:
-        idle_since = time.monotonic()
-        while True:
-            ends = self._stopping or self.group.failed  # before the look: what was posted until then is moved
-            ready = self.address + ring_layout.descriptor_offset(self._taken, self.capacity)
-            busy = False
-            if atomics.load(ready) == ring_layout.ready_value(self._taken):  # acquires the descriptor
-                self._drain.start(self._take())
-                busy = True
-            busy = self._drain.progress() or busy
-            if busy:
-                idle_since = time.monotonic()
-            elif self.group.failed or (ends and not self._drain.holds()):
-                return
-            elif ends and time.monotonic() - idle_since > self.group.deadline:
-                get_logger().warning("The proxy ends with posts that nobody took for %g s", self.group.deadline)
-                return
-            elif time.monotonic() - idle_since > 0.002:
-                time.sleep(0.0001)  # nothing for a while: give the core away
 
-    def _take(self) -> Post:
-        """Read the descriptor of the next ticket (acquired by the caller) and give its place back."""
-        start = ring_layout.descriptor_offset(self._taken, self.capacity) // 8
-        words = [int(one) for one in self.ring()[start : start + ring_layout.DESCRIPTOR_WORDS]]
-        post = Post(*words[1:])
-        self._taken += 1
-        # Releases the reads above: the place may be filled again by whoever acquires the tail.
-        atomics.signal_set(self.address + ring_layout.TAIL_OFFSET, _int32(self._taken))
-        self._check(post)
-        return post
-
-    def _check(self, post: Post) -> None:
-        """A descriptor is data from a kernel: a wrong one must not become a write to a wrong place."""
-        for name, number, offset in (
-            ("source", post.source_buffer, post.source_offset),
-            ("destination", post.destination_buffer, post.destination_offset),
-        ):
-            buffer = self.buffers.get(number)
-            if buffer is None:
-                raise errors.InvalidArgument(argument=f"{name} buffer", was=number, must="attached to the proxy")
-            if offset < 0 or post.byte_count < 0 or offset + post.byte_count > buffer.nbytes:
-                was = f"[{offset}, {offset + post.byte_count})"
-                raise errors.InvalidArgument(argument=f"{name} range", was=was, must=f"inside {buffer.nbytes} bytes")
-        if not 0 <= post.destination_rank < self.group.size:
-            must = f"between 0 and {self.group.size - 1}"
-            raise errors.InvalidArgument(argument="destination rank", was=post.destination_rank, must=must)
-        if post.signal_index != ring_layout.NO_SIGNAL and not 0 <= post.signal_index < self.signals.count:
-            must = f"between 0 and {self.signals.count - 1}"
-            raise errors.InvalidArgument(argument="signal index", was=post.signal_index, must=must)
-
-
-class _CopyDrain(Drain):
+class _CopyDrain(OneByOne):
     """CPU: the destination is mapped here, so the proxy thread copies and signals at once."""
 
-    def __init__(self, proxy: Proxy) -> None:
-        self._proxy = proxy
-
-    def start(self, post: Post) -> None:
+    def move(self, post: Post) -> None:
         proxy = self._proxy
         atomics.copy(proxy.destination(post, post.destination_rank), proxy.source(post), post.byte_count)
         if post.signal_index != ring_layout.NO_SIGNAL:
             proxy.signals.add(post.destination_rank, post.signal_index)  # releases the copy
 
-    def progress(self) -> bool:
-        return False
 
-
-class Arrivals:
-    """The running count of each arrival signal on this rank: its proxy is the only writer."""
-
-    def __init__(self, group: Group, signals: Signals) -> None:
-        self._rank = group.rank
-        self._signals = signals
-        self._counts = [0] * signals.count
-        self._lock = threading.Lock()
-
-    def advance(self, index: int, store: Callable[[int, int], None]) -> None:
-        """Say that one more has arrived, by `store(address, value)`; in one step, as two threads may deliver."""
-        with self._lock:
-            self._counts[index] += 1
-            store(self._signals.address(self._rank, index), _int32(self._counts[index]))
-
-
-def _int32(value: int) -> int:
+def cyclic(value: int) -> int:
     """`value` wrapped to a signed 32-bit integer."""
     return ((value + (1 << 31)) & 0xFFFFFFFF) - (1 << 31)

@@ -1,29 +1,28 @@
 """The proxy's `dma` path: out of this GPU by copy engine, through pinned host memory, into the other by its proxy.
 
-For every (sender, receiver) a ring of chunks in one shared segment. A chunk's header holds the descriptor; its `full`
-word holds the chunk's number, written by the sender's stream after the copy out; the receiver's stream writes the
-number to the pair's `consumed` word after the copy in. Numbers are cyclic and live in the two proxy threads.
+What the thread does is `staged_moves`; here is what it needs, and what is said when it ends.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections import deque
 from typing import TYPE_CHECKING
 
-from ..kernels import ring_layout
-from . import atomics, stream_memory
+import numpy as np
+
+from .. import errors
+from . import stream_memory
+from .logs import get_logger
 from .pinned import PinnedSegment
-from .proxy import Arrivals, Drain, Post, _int32
-from .segment import PAGE
+from .post_ring import POST_WORDS
+from .proxy import Drain
+from .staged_moves import DRIVER, IDLE, LEFT_BEHIND, UNKNOWN_PLACE, Driver, Pairs, Waiting, serve, total_bytes
 
 if TYPE_CHECKING:
     from .proxy import Proxy
 
-SLOTS = 4
 _FEW_RANKS, _LARGE_CHUNK, _SMALL_CHUNK = 4, 2 << 20, 512 << 10
-_FIELDS = ctypes.c_int64 * 5
-"""Destination buffer, destination offset, bytes of this chunk, signal index, whether it is the last."""
+_MOST_WAITING = 1024  # posts; more stay in the ring
 
 
 def chunk_bytes(ranks: int) -> int:
@@ -35,86 +34,40 @@ class StagedDrain(Drain):
     """Two streams per rank, out and in; the host never waits for either."""
 
     def __init__(self, proxy: Proxy) -> None:
-        group = proxy.group
+        group, signals = proxy.group, proxy.signals
         self._proxy = proxy
-        self._rank, self._size = group.rank, group.size
-        self._chunk = chunk_bytes(self._size)
-        self._room = PAGE + self._chunk  # a page with the full word and, from byte 128 on, the header; then the bytes
-        total = self._size * self._size * (SLOTS * self._room + PAGE)
-        self._ring = PinnedSegment(group, total, "the staging rings of a proxy")
-        self._out, self._in = proxy.copies().out, proxy.copies().into
-        self._arrivals = Arrivals(group, proxy.signals)
-        self._waiting: deque[tuple[Post, int]] = deque()  # a post and how many of its bytes have left
-        self._sent = [0] * self._size
-        self._received = [0] * self._size
+        chunk = chunk_bytes(group.size)
+        total = total_bytes(group.size, chunk)
+        self._segment = PinnedSegment(group, total, "the staging rings of a proxy")
+        words = (ctypes.c_int64 * (total // 8)).from_address(self._segment.address)
+        arrivals = np.array([signals.address(group.rank, index) for index in range(signals.count)], np.int64)
+        sent, received = np.zeros(group.size, np.int64), np.zeros(group.size, np.int64)
+        self.pairs = Pairs(
+            np.ctypeslib.as_array(words), self._segment.address, group.rank, group.size, chunk, sent, received,
+            arrivals, np.zeros_like(arrivals),
+        )  # fmt: skip
+        copies = proxy.copies()
+        self.driver = Driver(*stream_memory.entry_points(), copies.out, copies.into)
+        self.waiting = Waiting(np.zeros((_MOST_WAITING, POST_WORDS + 1), np.int64), np.zeros(2, np.int64))
 
-    def start(self, post: Post) -> None:
-        self._waiting.append((post, 0))
-
-    def holds(self) -> bool:
-        return bool(self._waiting)
-
-    def progress(self) -> bool:
-        busy = self._send_one()
-        for sender in range(self._size):
-            busy = self._receive_one(sender) or busy
-        return busy
-
-    def _pair(self, sender: int, receiver: int) -> int:
-        """Address of a pair's memory: one page with the consumed word, then its chunks."""
-        return self._ring.address + (sender * self._size + receiver) * (SLOTS * self._room + PAGE)
-
-    def _place(self, sender: int, receiver: int, number: int) -> int:
-        return self._pair(sender, receiver) + PAGE + (number % SLOTS) * self._room
-
-    @staticmethod
-    def _header(place: int) -> ctypes.Array[ctypes.c_int64]:
-        """Of the chunk at `place`, without making a tensor for it: that would take longer than a small copy."""
-        return _FIELDS.from_address(place + 128)
-
-    def _send_one(self) -> bool:
-        if not self._waiting:
-            return False
-        post, done = self._waiting[0]
-        to = post.destination_rank
-        number = self._sent[to] + 1
-        # Acquires the receiver's reading of the chunk that was here SLOTS numbers ago.
-        consumed = atomics.load(self._pair(self._rank, to))
-        if _int32(number - consumed) > SLOTS:
-            return False
-        size = min(self._chunk, post.byte_count - done)
-        last = done + size == post.byte_count
-        place = self._place(self._rank, to, number)
-        self._header(place)[:] = [
-            post.destination_buffer, post.destination_offset + done, size, post.signal_index, int(last),
-        ]  # fmt: skip
-        stream = self._out
-        if size:
-            stream_memory.to_host(stream, place + PAGE, self._proxy.source(post) + done, size)
-        stream_memory.write(stream, place, _int32(number))  # releases the copy; the header was stored before
-        self._sent[to] = number
-        if last:
-            self._waiting.popleft()
+    def serve(self) -> None:
+        proxy = self._proxy
+        patience = int(proxy.group.deadline * 1e9)
+        moved = self.pairs, self.driver, self.waiting
+        status = int(
+            serve(proxy.posts.compiled, *moved, proxy.asked_address, proxy.group.abort_address, patience)
+        )  # without the interpreter's lock
+        if status == IDLE:
+            return
+        if status == LEFT_BEHIND:
+            get_logger().warning("The proxy ends with posts that nobody took for %g s", proxy.group.deadline)
+        elif status == UNKNOWN_PLACE:
+            raise errors.InvalidArgument(argument="a chunk's buffer", was="not attached", must="attached to the proxy")
+        elif status > DRIVER:
+            stream_memory.check(status - DRIVER, proxy.group.rank)
         else:
-            self._waiting[0] = (post, done + size)
-        return True
-
-    def _receive_one(self, sender: int) -> bool:
-        number = self._received[sender] + 1
-        place = self._place(sender, self._rank, number)
-        if atomics.load(place) != _int32(number):  # acquires header and bytes
-            return False
-        buffer, offset, size, signal, last = self._header(place)
-        stream = self._in
-        if size:
-            address = self._proxy.buffers[buffer].address(self._rank) + offset
-            stream_memory.to_device(stream, address, place + PAGE, size)
-        if last and signal != ring_layout.NO_SIGNAL:
-            self._arrivals.advance(signal, lambda address, count: stream_memory.write(stream, address, count))
-        stream_memory.write(stream, self._pair(sender, self._rank), _int32(number))
-        self._received[sender] = number
-        return True
+            proxy.posts.check(status, self.waiting.posts[int(self.waiting.ends[1]) % _MOST_WAITING, :POST_WORDS])
 
     def leave(self) -> None:
         self._proxy.copies().end()
-        self._ring.close()
+        self._segment.close()

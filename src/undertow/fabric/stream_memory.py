@@ -363,6 +363,13 @@ class Rows(NamedTuple):
             check(_copy_rows(_ROWS.pack(*self._on_host, *self._on_device, self.size, self.height), stream))
 
 
+def entry_points() -> tuple[int, int, int]:
+    """Addresses of what `to_host`, `to_device` and `write` call, for compiled code."""
+    found = (ctypes.cast(one, c_void_p).value for one in (_to_host, _to_device, _write))
+    to_host, to_device, write = (one for one in found if one is not None)
+    return to_host, to_device, write
+
+
 def register(address: int, size: int) -> None:
     """Pin host memory of any origin and map it into the device, at the same address."""
     check(_driver["cuMemHostRegister_v2"](address, size, _PORTABLE_AND_MAPPED))

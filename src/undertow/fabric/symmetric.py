@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ class SymmetricBuffer:
         self._rank = group.rank
         self._views: list[torch.Tensor | None] = views
         self._owner: object | None = owner
+        self._when_released: list[Callable[[], None]] = []
         # Kept as numbers: asking a tensor for its address or size takes longer than moving a small message.
         self.count, self.itemsize = prod(self.shape), self.dtype.itemsize
         self._addresses = [0 if view is None else view.data_ptr() for view in views]
@@ -66,6 +68,7 @@ class SymmetricBuffer:
         """The same bytes, flat, as elements of `dtype`; a tail that fills no element is left out."""
         self.peer(self._rank)  # raises if released
         alias = copy.copy(self)
+        alias._when_released = []
         alias._views = [None if view is None else _retyped(view, dtype) for view in self._views]
         local = alias._views[self._rank]
         assert local is not None
@@ -73,8 +76,15 @@ class SymmetricBuffer:
         alias.count, alias.itemsize = local.numel(), dtype.itemsize
         return alias
 
+    def when_released(self, call: Callable[[], None]) -> None:
+        """Have `call` made when this buffer lets go of its memory."""
+        self._when_released.append(call)
+
     def release(self) -> None:
         """Let go of the memory. Tensors taken from this buffer before keep it alive."""
+        told, self._when_released = self._when_released, []
+        for call in told:  # before the memory may go
+            call()
         self._views, self._owner = [], None
 
 

@@ -12,8 +12,8 @@ rank, with the lock of torch's context or the interpreter's, which the proxy's t
 kernel waits. So whatever is new is made on an idle stream; a call like one before it waits for nothing.
 
 What callers do while such a call is under way, and how far their hosts run ahead, is their own affair where the
-proxy's copies have a context of their own, as long as nobody waits for kernels with the interpreter's lock. Where there
-was no room for a context (`fabric/copy_context.py`), a kernel that is loaded then, a copy to or from memory that is not
+proxy's copies have a context of their own, but that over `net` nobody may wait for kernels with the interpreter's lock
+in hand, which its threads need. Where there was no room for a context (`fabric/copy_context.py`), a kernel that is loaded then, a copy to or from memory that is not
 pinned, or a thousand launches more may wait until the deadline: whoever needs them settles the stream first.
 
 **Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
@@ -78,7 +78,7 @@ class Posting:
             fabric.settle()
             self._largest = nbytes
         space = fabric.workspace(self._name, _HALVES * nbytes)
-        is_new = space.identity not in self.proxy.buffers
+        is_new = space.identity not in self.proxy.posts.attached
         number = self.proxy.attach(space)
         if is_new:
             self.proxy.group.barrier()  # all know it before any post names it

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..fabric.proxy import Post, Proxy
+from ..fabric.post_ring import Post
+from ..fabric.proxy import Proxy
 from ..plan.bags import aligned
 from ..plan.posts import SIGNALS
 
@@ -49,7 +50,7 @@ class Posts:
     def room(self, nbytes: int) -> None:
         """Have so many bytes in each half: the same on all ranks. Collective where they grow."""
         self._space = self._fabric.workspace(self._purpose, _HALVES * aligned(nbytes))
-        if self._space.identity not in self.proxy.buffers:
+        if self._space.identity not in self.proxy.posts.attached:
             self.proxy.attach(self._space)
             self._met = False
 
