@@ -99,7 +99,16 @@ class Bench(gpu_pick.Bench):
         median = {name: statistics.median(found) for name, found in taken.items()}
         facts = {"operator": operator, "model": model, "m": m, "k": k, "n": n, "ranks": group.size}
         pick = {"strategy": decision.plan.name, "parcels": len(decision.plan.parcels)}
-        return {**facts, "pick": pick, "seconds": taken, "median": median}
+        trials = [
+            {
+                "strategy": one.plan.name,
+                "parcels": len(one.plan.parcels),
+                "predicted": one.predicted,
+                "median": one.median,
+            }
+            for one in decision.trials
+        ]
+        return {**facts, "pick": pick, "seconds": taken, "median": median, "trials": trials}
 
 
 def share(one: dict[str, Any]) -> float:

@@ -53,6 +53,7 @@ def staged_drain(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     with imported("undertow.fabric.staged_drain", monkeypatch) as module:
         functions = copy_at_once.address, copy_at_once.address, write_at_once.address
         monkeypatch.setattr(module.stream_memory, "entry_points", lambda: functions)
+        monkeypatch.setattr(module, "_MOST_CHUNK", 1 << 20)
         yield module
 
 
@@ -106,6 +107,12 @@ class Node:
 
     def serve(self, rank: int) -> Serving:
         return Serving(self.drains[rank].serve)
+
+
+def test_chunks_are_large_where_there_is_room(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    mib = [(ranks, staged.chunk_bytes(ranks) / (1 << 20)) for ranks in (1, 2, 4, 5, 8, 16, 64)]
+    assert mib == [(1, 8), (2, 8), (4, 8), (5, 4), (8, 2), (16, 0.5), (64, 0.0625)]
 
 
 class Serving:

@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +38,7 @@ from undertow.ops.finish import Finish
 from undertow.ops.matmul_all_to_all import grouped_reference as left
 from undertow.ops.matmul_reduce_scatter import reference as scattered
 from undertow.plan.defaults import default_plan, tokens_plan
-from undertow.plan.plan import Plan
+from undertow.plan.plan import Plan, alike
 from undertow.plan.posts import PARCELS, SIGNALS
 from undertow.plan.problem import Problem
 from undertow.plan.tokens import Tokens
@@ -200,6 +201,11 @@ def problem_of(operator: str, m: int, n: int, k: int, ranks: int, bulk: bool, **
     )
 
 
+def in_parcels(plan: Plan, bulk: bool) -> Plan:
+    """As few as can be in half of the cases, as many in the others."""
+    return replace(plan, parcels=alike(1 if bulk else PARCELS))
+
+
 SUMS = [(2, 70, 136, 24), (3, 200, 264, 40), (3, 33, 16, 8)]
 
 
@@ -211,7 +217,7 @@ def test_sums(number: int, operator: str, bulk: bool) -> None:
     ranks, m, n, k = SUMS[number]
     bias, node = made(n, seed=3), Node(ranks, bulk)
     plan_of = problem_of(operator, m, n, k, ranks, bulk)
-    plan = default_plan(plan_of, "fused", "net")
+    plan = in_parcels(default_plan(plan_of, "fused", "net"), bulk)
     plan.check(plan_of)
 
     def work(fabric: Any, rank: int, call: int) -> None:
@@ -238,7 +244,7 @@ def test_rows(rows: tuple[int, ...], n: int, k: int, bulk: bool) -> None:
         xs = [made(count, k, seed=10 * call + one) for one, count in enumerate(rows)]
         w = made(wides[rank], k, seed=90 + rank).t()
         plan_of = problem_of("all_gather_matmul", m, wides[rank], k, ranks, bulk, shards=rows)
-        plan = default_plan(plan_of, "fused", "dma")
+        plan = in_parcels(default_plan(plan_of, "fused", "dma"), bulk)
         plan.check(plan_of)
         y, dz = poisoned(m, wides[rank]), made(m, 8, seed=50)
         arriving = Arriving(dz, torch.zeros(8, k)) if call else None
@@ -264,7 +270,7 @@ def token_plan(tokens: Tokens, n: int, k: int, bulk: bool, mirrored: bool) -> tu
         matrix, wide_, inner, dtype="float16", device="cuda", multiprocessors=CTAS, bulk=bulk, experts=2,
         mirrored=mirrored,
     )  # fmt: skip
-    plan = tokens_plan(found, "net", 1)
+    plan = in_parcels(tokens_plan(found, "net", 1), bulk)
     plan.check(found)
     return found, plan
 

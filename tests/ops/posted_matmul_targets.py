@@ -17,8 +17,9 @@ from undertow.fabric.post_ring import Post
 from undertow.fabric.proxy import Drain, _CopyDrain
 from undertow.fabric.symmetric import SymmetricBuffer
 from undertow.ops import choose, posts
+from undertow.plan import posts as posts_plan
 from undertow.plan.defaults import fused_plan
-from undertow.plan.plan import Plan
+from undertow.plan.plan import Plan, alike
 from undertow.plan.problem import Problem
 
 LANES = ("net", "dma")
@@ -32,7 +33,10 @@ def random_plans(seed: int, count: int) -> dict[str, int]:
     def planned(problem: Problem, grain: str, lane: str, by_program: bool = False) -> Plan:
         inner = random.Random(seed + sum(found.values()))
         tile = inner.choice((1, 2, 3, 8, 33, 64)), inner.choice((1, 5, 16, 64))
-        plan = dataclasses.replace(fused_plan(problem, lane), tile=tile, group_bands=inner.randint(1, 9))
+        parcels = alike(inner.choice((1, 2, 3, 9, posts_plan.PARCELS)))
+        plan = dataclasses.replace(
+            fused_plan(problem, lane), tile=tile, group_bands=inner.randint(1, 9), parcels=parcels
+        )
         plan.check(problem)
         return plan
 

@@ -15,11 +15,12 @@ from undertow.plan.problem import Problem
 from undertow.plan.tokens import Tokens
 
 
+@pytest.mark.parametrize("parts", [1, 3, 8, posts.PARCELS])
 @pytest.mark.parametrize("block_m", [1, 3, 16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 16, 63, 64, 65, 200, 1000])
-def test_parcels_are_whole_bands_and_few(rows: int, block_m: int) -> None:
-    found = posts.parcels_of(rows, block_m)
-    assert len(found) == min(posts.PARCELS, -(-rows // block_m))
+def test_parcels_are_whole_bands_and_few(rows: int, block_m: int, parts: int) -> None:
+    found = posts.parcels_of(rows, block_m, parts)
+    assert len(found) == min(parts, -(-rows // block_m))
     assert [row for one in found for row in range(one.row, one.row + one.rows)] == list(range(rows))
     assert all(one.row % block_m == 0 and -(-one.rows // block_m) == one.bands for one in found)
     for band in range(-(-rows // block_m)):
@@ -35,10 +36,11 @@ def test_a_signal_belongs_to_one_parcel_of_one_source() -> None:
     assert sorted(found) == list(range(4 * posts.SIGNALS))
 
 
+@pytest.mark.parametrize("parts", [1, 2, posts.PARCELS])
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("shards", [(4, 4), (5, 0, 3), (1, 9, 2, 2), (0, 0, 7)])
-def test_what_lands_has_a_place_of_its_own(shards: tuple[int, ...], broadcast: bool) -> None:
-    layout, ranks = posts.Sums(shards, 2, 3, broadcast), range(len(shards))
+def test_what_lands_has_a_place_of_its_own(shards: tuple[int, ...], broadcast: bool, parts: int) -> None:
+    layout, ranks = posts.Sums(shards, 2, parts, 3, broadcast), range(len(shards))
     for owner in ranks:
         taken = [layout.product(row) for row in range(layout.rows)]
         taken += [layout.landing(owner, one, row) for one in ranks if one != owner for row in range(shards[owner])]
@@ -49,15 +51,15 @@ def test_what_lands_has_a_place_of_its_own(shards: tuple[int, ...], broadcast: b
             one = layout.parcels[owner][layout.number(owner, row)]
             assert one.row <= row < one.row + one.rows
     assert layout.meets == (min(shards) > 0)
-    assert not posts.Sums((4, 4), 2, 0, broadcast).meets
+    assert not posts.Sums((4, 4), 2, parts, 0, broadcast).meets
 
 
 def test_gathered_rows_stand_as_in_the_matrix() -> None:
-    layout = posts.Rows((3, 0, 4), 2, 5)
+    layout = posts.Rows((3, 0, 4), 2, 1, 5)
     found = [layout.place(source, row) for source, rows in enumerate(layout.shards) for row in range(rows)]
     assert found == list(range(0, layout.elements, 5))
     assert not layout.meets
-    assert posts.Rows((3, 1), 2, 5).meets
+    assert posts.Rows((3, 1), 2, 1, 5).meets
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -65,12 +67,13 @@ def test_rows_that_change_ranks_land_where_the_receiver_has_them(seed: int) -> N
     chance = random.Random(seed)
     ranks, experts = chance.randint(1, 4), chance.randint(1, 3)
     sizes = [[[chance.choice((0, 1, 5, 70)) for _ in range(experts)] for _ in range(ranks)] for _ in range(ranks)]
-    layout = posts.Passed(Tokens.of(sizes), chance.choice((1, 2, 8)), 4)
+    parts = chance.choice((1, 2, 5, posts.PARCELS))
+    layout = posts.Passed(Tokens.of(sizes), chance.choice((1, 2, 8)), parts, 4)
     for receiver in range(ranks):
         landed: dict[int, tuple[int, int]] = {}
         for sender in range(ranks):
             parcels = layout.parcels(sender, receiver)
-            assert len(parcels) <= posts.PARCELS
+            assert len(parcels) <= parts
             for one, there in parcels:
                 for at in range(one.rows):
                     assert layout.leaving(one.row + at) + 4 <= layout.landing(0)

@@ -156,7 +156,7 @@ def test_every_candidate_fits_and_serial_is_among_them(operator: str, m: int, n:
 def test_a_balanced_problem_is_overlapped_and_an_empty_one_is_not() -> None:
     machine = machines.machine()
     balanced = candidates(machines.problem(k=7168), machine, ["dma"])
-    assert balanced[0].grain == "signaled"
+    assert balanced[0].grain in ("signaled", "fused")
     assert [plan.grain for plan in candidates(machines.problem(m=0), machine, ["dma"])] == ["serial"]
     assert [plan.grain for plan in candidates(machines.problem(ranks=1), machine, ["dma"])] == ["serial"]
     tiny = candidates(machines.problem(m=1, n=16, k=16), machine, ["dma"])
@@ -232,7 +232,8 @@ def test_over_engines_parcels_hold_as_much_of_every_rank() -> None:
     for operator in ("matmul_reduce_scatter", "matmul_all_to_all"):
         problem = machines.problem(operator, k=14336)
         found = [plan for plan, _ in ranked(problem, machine, ["dma"])]
-        assert {plan.grain for plan in found} == {"serial", "chunked", "signaled"}
+        posted = {"fused"} if operator == "matmul_reduce_scatter" else set()
+        assert {plan.grain for plan in found} == {"serial", "chunked", "signaled", *posted}
         for plan in found:
             if plan.grain == "signaled" and plan.layout == "natural":
                 assert all(stop % (4 * 32) == 0 for _, stop in plan.parcels)  # four ranks, 32 tiles in a band
@@ -269,6 +270,38 @@ def test_one_launch_moves_what_is_summed_over_peer_memory(
     assert not default_plan(problem, "signaled", lane).program
     if device == "cuda":
         assert not any(one.program for one in candidates(problem, machines.machine(), ("peer",)))
+
+
+def posted(problem: Problem, lanes: list[str]) -> list[int]:
+    """In how many parcels the fused candidates post."""
+    plans = candidates(problem, machines.machine(), lanes)
+    return sorted(len(plan.parcels) for plan in plans if plan.grain == "fused" and plan.lane != "peer")
+
+
+def test_bands_are_posted_where_nobody_can_store_into_others_memory() -> None:
+    """In parcels of about 8 MiB, of 2 MiB (a band) at the finest, at least four where there are so many bands."""
+    assert posted(machines.problem("matmul_reduce_scatter"), ["dma"]) == [4, 8, 16]
+    assert posted(machines.problem("matmul_reduce_scatter", n=32768), ["dma"]) == [16]
+    assert posted(machines.problem("matmul_reduce_scatter", m=1024), ["dma"]) == [2]
+    assert posted(machines.problem("all_gather_matmul"), ["dma"]) == [4, 8, 16]
+    assert posted(machines.problem("matmul_reduce_scatter"), ["dma", "peer"]) == []
+    assert posted(machines.problem("matmul_all_reduce", m=384), ["dma"]) == []  # a rank owns no band
+    assert posted(machines.problem("matmul_all_to_all"), ["dma"]) == []
+    assert posted(machines.problem("matmul_reduce_scatter", dtype="float32"), ["dma"]) == []
+    assert posted(machines.problem("matmul_reduce_scatter", device="cpu", multiprocessors=1), ["dma"]) == []
+
+
+def test_a_posted_plan_has_equal_parcels_and_not_too_many() -> None:
+    problem = machines.problem("matmul_reduce_scatter")
+    plan = default_plan(problem, "fused", "dma")
+    for parcels in (((0, 1),), ((0, 1), (1, 2)), tuple((one, one + 1) for one in range(64))):
+        dataclasses.replace(plan, parcels=parcels).check(problem)
+    for parcels in ((), ((0, 2),), ((0, 1), (1, 3)), tuple((one, one + 1) for one in range(65))):
+        with pytest.raises(InvalidArgument, match=r"plan.parcels is .*, but must be \(0, 1\), \(1, 2\) and so on"):
+            dataclasses.replace(plan, parcels=parcels).check(problem)
+    over_peers = default_plan(problem, "fused", "peer")
+    with pytest.raises(InvalidArgument, match="but must be one: each tile moves by itself"):
+        dataclasses.replace(over_peers, parcels=((0, 1), (1, 2))).check(problem)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -36,7 +36,7 @@ def copy_by_copy(
 ) -> float:
     """The meaning: every rank's job of every stage and part of a parcel, each when what it waits for is over and it has
     its engine; of those that wait for an engine, the one that came first. Rank 0 is ready first, the last one last."""
-    stages, places = staged.STAGES[operator], 4 if ranks <= 4 else 2
+    stages, places = staged.STAGES.get(operator, ("post", "land")), 4 if ranks <= 4 else 2
     parts: list[tuple[int, float, int | None]] = []  # parcel, bytes, which part had its place
     users: dict[int, int] = {}
     for number, piece in enumerate(pieces):
@@ -54,6 +54,10 @@ def copy_by_copy(
         found, before = ([(stage, at - 1, rank)] if at else []), parts[at][2]
         if stage == "out" and before is not None:
             found += [("in", before, one) for one in others]
+        if stage == "post" and before is not None:
+            found.append(("land", before, (rank + 1) % ranks))
+        if stage == "land":
+            found.append(("post", at, (rank - 1) % ranks))
         if stage in ("in", "gather"):
             found += [("out" if stage == "in" else "share", at, one) for one in others]
         if stage == "in" and "sum" in stages and at:
@@ -72,11 +76,11 @@ def copy_by_copy(
             if any(one not in over for one in needs):
                 continue
             moment = max([over[one] for one in needs], default=0.0)
-            if stage == "out":
+            if stage in ("post", "out"):
                 first = ready[number] if early is None else early[number]
                 moment = max(moment, first + (ready[number] - first) * rank / (ranks - 1))
-            moment = max(moment, host * (number + (stage != "out"))) + engines.hop
-            engine = (stage in ("out", "share"), 0 if shared else rank)
+            moment = max(moment, host * (number + (stage not in ("post", "out")))) + engines.hop
+            engine = (stage in ("post", "out", "share"), 0 if shared else rank)
             begin = moment if stage == "sum" else max(moment, free.get(engine, 0.0))
             if best is None or (begin, moment) < best[:2]:
                 best = begin, moment, job
@@ -90,9 +94,10 @@ def copy_by_copy(
             end = now + beside / engines.sum_speed + (moved - beside) / engines.sum_speed_alone
         else:
             at_an_end = rank in (0, ranks - 1)
-            copies = 1 if stage == "share" or at_an_end or (stage == "in" and "sum" in stages) else 2
-            moved = piece * (1 if stage == "share" else ranks - 1)
-            out = stage in ("out", "share")
+            single = stage in ("post", "land", "share")
+            copies = 1 if single or at_an_end or (stage == "in" and "sum" in stages) else 2
+            moved = piece * (1 if single else ranks - 1)
+            out = stage in ("post", "out", "share")
             pause, speed = (engines.out_pause, engines.out_speed) if out else (engines.in_pause, engines.in_speed)
             end = begin + copies * pause + moved / speed
             free[(out, 0 if shared else rank)] = end
@@ -101,7 +106,7 @@ def copy_by_copy(
     return max(over.values())
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", [*OPERATORS, staged.POSTS])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("stagger", [0.0, 0.75])

@@ -16,18 +16,21 @@ from .logs import get_logger
 from .pinned import PinnedSegment
 from .post_ring import POST_WORDS
 from .proxy import Drain
-from .staged_moves import DRIVER, IDLE, LEFT_BEHIND, UNKNOWN_PLACE, Driver, Pairs, Waiting, serve, total_bytes
+from .staged_moves import DRIVER, IDLE, LEFT_BEHIND, SLOTS, UNKNOWN_PLACE, Driver, Pairs, Waiting, serve, total_bytes
 
 if TYPE_CHECKING:
     from .proxy import Proxy
 
-_FEW_RANKS, _LARGE_CHUNK, _SMALL_CHUNK = 4, 2 << 20, 512 << 10
+_MOST_PINNED = 512 << 20  # bytes of the chunks of all pairs
+_MOST_CHUNK, _LEAST_CHUNK = 8 << 20, 64 << 10
 _MOST_WAITING = 1024  # posts; more stay in the ring
 
 
 def chunk_bytes(ranks: int) -> int:
-    """Each chunk costs the threads of both sides some calls of the driver; many pairs would pin much memory."""
-    return _LARGE_CHUNK if ranks <= _FEW_RANKS else _SMALL_CHUNK
+    """Each chunk costs a copy engine a pause, and the threads of both sides some calls of the driver; chunks of many
+    pairs take much memory. A power of two."""
+    room = _MOST_PINNED // (ranks * ranks * SLOTS)
+    return max(_LEAST_CHUNK, min(_MOST_CHUNK, 1 << (room.bit_length() - 1)))
 
 
 class StagedDrain(Drain):

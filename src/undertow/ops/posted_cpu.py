@@ -45,7 +45,7 @@ def sums(
     rank, size, n = fabric.group.rank, fabric.group.size, problem.n
     broadcast = problem.operator == "matmul_all_reduce"
     shards = fused.owned(problem, plan)
-    layout = Sums(shards, plan.tile[0], n, broadcast)
+    layout = Sums(shards, plan.tile[0], len(plan.parcels), n, broadcast)
     columns_of = -(-n // plan.tile[1])
     others = [(rank + step) % size for step in range(1, size)]
     posts = Posts.of(fabric, plan.lane)
@@ -119,7 +119,7 @@ def rows(
     assert plan.tile is not None
     block_m, block_n = plan.tile
     rank, size, n, k = fabric.group.rank, fabric.group.size, problem.n, problem.k
-    layout = Rows(problem.shards, block_m, k)
+    layout = Rows(problem.shards, block_m, len(plan.parcels), k)
     posts = Posts.of(fabric, plan.lane)
     posts.room(layout.elements * x.element_size())
 
@@ -162,7 +162,7 @@ def exchange(
     assert plan.tile is not None
     rank, size, n = fabric.group.rank, fabric.group.size, w.shape[-1]
     block_m, columns_of = plan.tile[0], -(-n // plan.tile[1])
-    layout = Passed(tokens, block_m, n)
+    layout = Passed(tokens, block_m, len(plan.parcels), n)
     others = [(rank + step) % size for step in range(1, size)]
     posts = Posts.of(fabric, plan.lane)
     posts.room(layout.elements * x.element_size())
@@ -214,7 +214,7 @@ def arrive(
     assert plan.tile is not None
     block_m = plan.tile[0]
     rank, size, k = fabric.group.rank, fabric.group.size, x.shape[1]
-    layout = Passed(tokens, block_m, k)
+    layout = Passed(tokens, block_m, len(plan.parcels), k)
     posts = Posts.of(fabric, plan.lane)
     posts.room(layout.elements * x.element_size())
 

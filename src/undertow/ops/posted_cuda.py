@@ -312,7 +312,7 @@ def sums(
     assert plan.tile is not None
     rank, broadcast = fabric.group.rank, problem.operator == "matmul_all_reduce"
     shards = fused.owned(problem, plan)
-    layout = Sums(shards, plan.tile[0], problem.n, broadcast)
+    layout = Sums(shards, plan.tile[0], len(plan.parcels), problem.n, broadcast)
     kind, sizes = f"posted {problem.operator}", (shards, problem.n)
     call = _Call(fabric, plan, y, kind, sizes, layout.elements, layout.meets)
     products = post_tables.landing_products(layout, rank)
@@ -352,7 +352,7 @@ def rows(
     if w.shape[1] == 0:  # others' rows must land before the call is over: it multiplies a few zeros
         w, y, finish = w.new_zeros(k, ALIGNED), y.new_empty(problem.m, ALIGNED), Finish(None, "none")
     n = w.shape[1]
-    layout = Rows(problem.shards, plan.tile[0], k)
+    layout = Rows(problem.shards, plan.tile[0], len(plan.parcels), k)
     call = _Call(fabric, plan, x, "posted rows", (problem.shards, n, k), layout.elements, layout.meets)
     landing = post_tables.landing_rows(layout, n, plan, rank)
     call.bring(x.contiguous(), post_tables.leaving_rows(layout, rank), True, "own rows")
@@ -378,7 +378,7 @@ def exchange(
     rank, n = fabric.group.rank, w.shape[-1]
     if n == 0 or tokens.most == 0:  # on all ranks
         return _nothing
-    layout = Passed(tokens, plan.tile[0], n)
+    layout = Passed(tokens, plan.tile[0], len(plan.parcels), n)
     call = _Call(fabric, plan, y, "posted exchange", (tokens, n), layout.elements, layout.meets)
     landing = post_tables.landing_tokens(layout, rank)
     call.multiply_and_post(x, w, finish, post_tables.leaving_tokens(layout, plan, rank), "tokens")
@@ -409,7 +409,7 @@ def arrive(
         w, y = w.new_zeros(*w.shape[:-1], ALIGNED), y.new_empty(y.shape[0], ALIGNED)
         finish = Finish(None, "none")
     n = w.shape[-1]
-    layout = Passed(tokens, plan.tile[0], k)
+    layout = Passed(tokens, plan.tile[0], len(plan.parcels), k)
     call = _Call(fabric, plan, x, "posted rows of tokens", (tokens, n, k), layout.elements, layout.meets)
     landing = post_tables.landing_token_tiles(layout, n, plan, rank)
     call.bring(x.contiguous(), post_tables.leaving_token_rows(layout, rank), True, "own tokens")

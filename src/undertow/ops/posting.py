@@ -13,8 +13,9 @@ kernel waits. So whatever is new is made on an idle stream; a call like one befo
 
 What callers do while such a call is under way, and how far their hosts run ahead, is their own affair where the
 proxy's copies have a context of their own, but that over `net` nobody may wait for kernels with the interpreter's lock
-in hand, which its threads need. Where there was no room for a context (`fabric/copy_context.py`), a kernel that is loaded then, a copy to or from memory that is not
-pinned, or a thousand launches more may wait until the deadline: whoever needs them settles the stream first.
+in hand, which its threads need. Where there was no room for a context (`fabric/copy_context.py`), a kernel that is
+loaded then, a copy to or from memory that is not pinned, or a thousand launches more may wait until the deadline:
+whoever needs them settles the stream first.
 
 **Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
 The proxy's thread serves replays as it serves calls.

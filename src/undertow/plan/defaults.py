@@ -14,8 +14,8 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from . import brought, chain, fused
-from .plan import EMBEDDING, SLICES, TOKENS, Plan, Share, split
+from . import brought, chain, fused, posts
+from .plan import EMBEDDING, SLICES, TOKENS, Plan, Share, alike, split
 from .problem import Problem
 
 CHUNKS = 4
@@ -30,6 +30,10 @@ _CPU_BOTH_WEIGHTS = (1, 2, *[3] * 9, 2)
 _COPIED_BYTES = 16 << 20
 """Of a rank's pooled rows in a slice that leaves through the host: each copy costs the engine a pause. On an H200, four
 ranks, 64 MiB were fastest in four parts (eight equal or 1 : 3 : 3 : 1 of them 8 to 10 % slower), 32 MiB in two."""
+_POSTED_BYTES, _LEAST_POSTED = 8 << 20, 4
+"""Of a parcel that a GPU's kernel posts, and how many of them there are all the same where there are as many bands: a
+copy engine's pause counts for little beside so many bytes (chunks of 2, 4, 8 MB over the staged lane, four ranks of an
+H200: 0.71, 0.81, 0.87 of the engines' speed)."""
 _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one product; ranks may differ in columns
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
 _RESERVED = {"net": 4, "peer": 4, "dma": 1}
@@ -86,10 +90,37 @@ def _posted(problem: Problem, lane: str) -> Plan:
     evenly = problem.operator in ("matmul_all_reduce", TOKENS)
     tile = fused_tile(problem, problem.m // problem.ranks if evenly else min(problem.shards))
     gathers = problem.operator == "all_gather_matmul"
+    share = Share(max(1, problem.multiprocessors - _SPARE))
     return Plan(
-        "fused", lane, ((0, 1),), Share(max(1, problem.multiprocessors - _SPARE)), tile, group_bands=8,
+        "fused", lane, _post_parcels(problem, lane, tile), share, tile, group_bands=8,
         own_last=fused.own_last(problem, lane), piece=fused.piece_of(problem.k) if gathers else 1024,
     )  # fmt: skip
+
+
+def posted_forms(problem: Problem, lane: str) -> list[Plan]:
+    """The fused plans of a GPU that are worth trying where tiles are posted, in parcels as they come and finer. None
+    where a call would end with a meeting of all ranks' streams (`posts.Sums.meets`), which graphs cannot hold."""
+    plan = _posted(problem, lane)
+    if min(fused.owned(problem, plan)) == 0:
+        return []
+    whole = replace(plan, parcels=_post_parcels(replace(problem, device="cpu"), lane, plan.tile or (1, 1)))
+    finer = replace(plan, parcels=alike(min(2 * len(plan.parcels), len(whole.parcels))))
+    return list(dict.fromkeys((plan, finer, whole)))
+
+
+def _post_parcels(problem: Problem, lane: str, tile: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    """In how many parcels the bands travel that a rank has for another; one over `peer`, where tiles do by themselves.
+    On a CPU a band is a parcel: a post costs little there."""
+    if lane == "peer":
+        return alike(1)
+    evenly = problem.operator in ("matmul_all_reduce", TOKENS)  # whole bands, or splits that change
+    rows = problem.m // problem.ranks if evenly else max(problem.shards)
+    bands = max(1, -(-rows // tile[0]))
+    width = problem.k if problem.operator == "all_gather_matmul" else problem.n
+    parts = bands
+    if problem.device == "cuda":
+        parts = max(_LEAST_POSTED, -(-rows * width * problem.item_size // _POSTED_BYTES))
+    return alike(min(parts, bands, posts.PARCELS))
 
 
 def _crowded(problem: Problem) -> bool:
@@ -185,7 +216,7 @@ def _fused(problem: Problem, lane: str) -> Plan:
     found = Plan(
         "fused",
         lane,
-        ((0, 1),),
+        _post_parcels(problem, lane, tile),
         share,
         tile,
         group_bands=8,

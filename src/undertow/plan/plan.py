@@ -64,8 +64,9 @@ class Plan:
     - `order` is how tiles follow each other, `own_last` whether those a rank keeps come last in each parcel;
     - `layout` is where they are stored: "natural", as in the matrix, or "packed", each parcel contiguous.
 
-    fused: each tile moves by itself, so `parcels` is one, [(0, 1)]. `tile`, `group_bands` as above. Where tiles wait
-    for rows, `share.communication_ctas` CTAs push them, in pieces of `piece` columns, before they multiply, or (`order`
+    fused: each tile moves by itself, so `parcels` is one, [(0, 1)]; where tiles are posted (lanes other than `peer`),
+    the bands that a rank has for another travel in so many. `tile`, `group_bands` as above. Where tiles wait for rows,
+    `share.communication_ctas` CTAs push them, in pieces of `piece` columns, before they multiply, or (`order`
     "rotated", `brought.py`) while the others multiply all own tiles first, or where all do so before all multiply;
     where owners sum on a GPU, so many do only that (`beside.py`), unless sums go from rank to rank (`order` "rotated",
     `chain.py`); where few rows are sent to all ranks at once, so many small CTAs sum, and those that multiply, one for
@@ -110,7 +111,7 @@ class Plan:
 
     def posts(self, device: str) -> bool:
         """Whether a GPU's kernel has to ask the proxy to move what it computes: it has no peer pointer, or shall not
-        use it. Only embedding_all_to_all has such plans."""
+        use it."""
         return device == "cuda" and self.grain == "fused" and self.lane != "peer"
 
     @property
@@ -243,7 +244,7 @@ class Plan:
             raise InvalidArgument(argument="plan", was="of natural layout and parcels of other sizes", must=must)
 
     def _check_fused(self, problem: Problem) -> None:
-        from . import brought, chain, fused
+        from . import brought, chain, fused, posts
 
         reason = fused.why_not(problem, self.lane)
         if reason:
@@ -259,11 +260,17 @@ class Plan:
         gathers = problem.operator == "all_gather_matmul"  # elsewhere nothing comes in pieces, and K is a rank's own
         pieces = fused.parts(self, problem.k) if gathers else 0
         last = fused.own_last(problem, self.lane)
+        most = 1 if self.lane == "peer" else posts.PARCELS
         sums = problem.operator == "matmul_reduce_scatter" and not self.deterministic  # not in rank order
         scatters = sums and self.tile == chain.TILE
         rotates = (gathers or scatters) and problem.bulk and problem.device == "cuda"
         limits: tuple[tuple[str, object, str, bool], ...] = (
-            ("parcels", list(self.parcels), "one: each tile moves by itself", len(self.parcels) == 1),
+            (
+                "parcels",
+                list(self.parcels),
+                f"(0, 1), (1, 2) and so on, at most {most}" if most > 1 else "one: each tile moves by itself",
+                self.parcels == alike(len(self.parcels)) and 1 <= len(self.parcels) <= most,
+            ),
             (
                 "owners",
                 self.owners,
@@ -389,6 +396,11 @@ def split(count: int, parts: int) -> tuple[tuple[int, int], ...]:
     size, longer = divmod(count, parts)
     bounds = [index * size + min(index, longer) for index in range(parts + 1)]
     return tuple(itertools.pairwise(bounds))
+
+
+def alike(parts: int) -> tuple[tuple[int, int], ...]:
+    """So many parcels of which nothing is known but that they are equal."""
+    return split(parts, max(1, parts))
 
 
 def parse_strategy(strategy: str, grains: tuple[str, ...], lanes: dict[str, str], default_lane: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """What fused matmuls post where a destination has no peer pointer, and where it stands: the same memory on all ranks.
 
 A tile is small for a network, and its rows lie apart. What travels are *parcels* of whole bands, which are contiguous:
-the last tile of a parcel posts it. A rank has at most PARCELS of them for each other rank.
+the last tile of a parcel posts it. A rank has as many of them for each other rank as its plan has (`parts`), at most
+PARCELS, or as many as there are bands.
 
     sums    matmul_reduce_scatter, matmul_all_reduce: the rows of each owner are its parcels
             | this rank's product [M, N] | what lands: [longest shard, N] of each other rank | all_reduce: sums [M, N] |
@@ -32,9 +33,9 @@ def signal_of(source: int, parcel: int, sums: bool = False) -> int:
     return source * SIGNALS + parcel + (PARCELS if sums else 0)
 
 
-def together(bands: int) -> tuple[tuple[int, int], ...]:
-    """Which bands [start, stop) travel as one parcel."""
-    return split(bands, min(bands, PARCELS)) if bands else ()
+def together(bands: int, parts: int) -> tuple[tuple[int, int], ...]:
+    """Which bands [start, stop) travel as one parcel, of so many."""
+    return split(bands, min(bands, parts)) if bands else ()
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class Parcel:
     bands: int
 
 
-def parcels_of(rows: int, block_m: int) -> tuple[Parcel, ...]:
+def parcels_of(rows: int, block_m: int, parts: int) -> tuple[Parcel, ...]:
     """The parcels of a shard of so many rows."""
-    found = together(-(-rows // block_m))
+    found = together(-(-rows // block_m), parts)
     return tuple(
         Parcel(start * block_m, min(stop * block_m, rows) - start * block_m, stop - start) for start, stop in found
     )
@@ -59,6 +60,7 @@ class _Shards:
 
     shards: tuple[int, ...]
     block_m: int
+    parts: int
 
     @property
     def rows(self) -> int:
@@ -71,7 +73,7 @@ class _Shards:
     @cached_property
     def parcels(self) -> tuple[tuple[Parcel, ...], ...]:
         """Of every rank."""
-        return tuple(parcels_of(rows, self.block_m) for rows in self.shards)
+        return tuple(parcels_of(rows, self.block_m, self.parts) for rows in self.shards)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Sums(_Shards):
 
     shards: tuple[int, ...]
     block_m: int
+    parts: int
     n: int
     broadcast: bool
 
@@ -117,6 +120,7 @@ class Rows(_Shards):
 
     shards: tuple[int, ...]
     block_m: int
+    parts: int
     k: int
 
     @property
@@ -138,6 +142,7 @@ class Passed:
 
     tokens: Tokens
     block_m: int
+    parts: int
     width: int
 
     @property
@@ -165,7 +170,7 @@ class Passed:
     def parcels(self, sender: int, receiver: int) -> tuple[tuple[Parcel, int], ...]:
         """Of the rows of one for the other, by rows of what the sender has, each with its first row at the receiver."""
         bands = bands_of(self.tokens.leaving(sender), self.block_m, receiver)
-        found = [bands[start:stop] for start, stop in together(len(bands))]
+        found = [bands[start:stop] for start, stop in together(len(bands), self.parts)]
         return tuple((Parcel(one[0].row, sum(band.rows for band in one), len(one)), one[0].there) for one in found)
 
 

@@ -28,10 +28,11 @@ GPU's slices that are posted to the proxy leave as parcels do, and all that arri
 A parcel counts as its share of the tiles, tails and uneven splits notwithstanding; where parcels are fractions of every
 rank's bands, as the bands that this gives.
 
-**Fused.** Tiles move while others are computed, so the longer of the two counts, the matmul slowed by the lane. What
-comes after is the last tile's way (signal, skew), and what only one rank can do then: the owner reads all ranks' parts
-of its rows, for all_reduce every rank copies the others' sums. Few rows are exchanged when they are multiplied, all at
-once. On a CPU the thread that computes also moves: one after the other.
+**Fused.** Tiles move while others are computed, so the longer of the two counts, the matmul slowed by the lane. Where
+they are posted, parcels of their bands pass the copy engines as those of `staged` do. What comes after is the last
+tile's way (signal, skew), and what only one rank can do then: the owner reads all ranks' parts of its rows, for
+all_reduce every rank copies the others' sums. Few rows are exchanged when they are multiplied, all at once. On a CPU
+the thread that computes also moves: one after the other.
 """
 
 from __future__ import annotations
@@ -183,6 +184,8 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     communication, speed = collective_seconds(problem, machine, plan.lane, nbytes)
     if plan.pull:  # each rank's rows are copied once
         communication /= max(1, problem.ranks - 1)
+    if posts_to_engines(problem, plan, machine):
+        return _posted(problem, plan, machine, gemm)
     if machine.device == "cpu" or fused.form(problem, plan) in fused.OF_FEW_ROWS:
         return Prediction(gemm, communication, 0.0, gemm + communication)
     after = fused_rest_seconds(problem, machine, sums=not chain.chained(problem, plan))
@@ -194,8 +197,47 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
     both = min(gemm * slow, communication)  # seconds in which both run
     # What the last wave made moves after it, and nothing before the first is over. Rows that are gathered move at once.
     waves = math.inf if gathers else max(1, problem.grid(plan).waves(workers_of(problem, plan)))
+    if plan.posts(problem.device):
+        waves = problem.ranks * len(plan.parcels)
     total = max(gemm + both * (1 - 1 / slow) + communication / waves, communication + gemm / waves) + after
     return Prediction(gemm, communication, 0.0, total)
+
+
+def posts_to_engines(problem: Problem, plan: Plan, machine: Machine) -> bool:
+    """Whether a fused matmul's bands are posted, and moved by copy engines that the machine tells of."""
+    return plan.lane == "dma" and machine.engines is not None and plan.posts(problem.device)
+
+
+def posted_pieces(problem: Problem, plan: Plan) -> list[float]:
+    """Bytes of what a rank posts, in order: each step one parcel leaves every rank, and one arrives."""
+    parts = len(plan.parcels)
+    width = problem.k if problem.operator == "all_gather_matmul" else problem.n
+    return [problem.m * width * problem.item_size / problem.ranks / parts] * ((problem.ranks - 1) * parts)
+
+
+def own_copy_seconds(problem: Problem, machine: Machine) -> float:
+    """A gather's own rows are copied to where they are posted from."""
+    return problem.m * problem.k * problem.item_size / problem.ranks / copy_speed(machine)
+
+
+def _posted(problem: Problem, plan: Plan, machine: Machine, gemm: float) -> Prediction:
+    """Bands that are posted pass the copy engines parcel by parcel, one rank's after the other's. Sums of an all_reduce
+    are as many posts again, behind all others."""
+    engines, slow = beside_matmul(problem, plan, machine)
+    gathers, parcels = problem.operator == "all_gather_matmul", problem.ranks * len(plan.parcels)
+    copied = own_copy_seconds(problem, machine) if gathers else 0.0
+    pieces = posted_pieces(problem, plan)
+    each = copied / max(1, len(pieces)) if gathers else slow * gemm / parcels
+    ready = [each * (step + 1) for step in range(len(pieces))]
+
+    def arrived(ready: list[float]) -> float:
+        return staged.last_arrival(engines.ahead, staged.POSTS, problem.ranks, machine.shares_device, pieces, ready)
+
+    phases = 2 if problem.operator == "matmul_all_reduce" else 1
+    alone = arrived([0.0] * len(pieces))
+    last = arrived(ready) + (phases - 1) * alone + (gemm / parcels if gathers else 0.0)
+    after = fused_rest_seconds(problem, machine) / (1 if gathers else parcels)  # sums are made as parcels land
+    return Prediction(gemm, phases * alone, 0.0, max(copied + slow * gemm, last) + after)
 
 
 def fused_rest_seconds(problem: Problem, machine: Machine, sums: bool = True) -> float:

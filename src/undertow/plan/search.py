@@ -11,7 +11,8 @@ last cut is the best of all 2^(u-1) groupings. Where 1/p + 1/c < 1, overlap lose
 anyway. A cut keeps at most `_STATES` states, spread over their range, which matters only where slowdowns are strong.
 Over copy engines (`staged`) several parcels are under way at once, so that is no state: there `climb` looks for cuts.
 
-**Fused plans** have no parcels to group; a few stand beside the others.
+**Fused plans** have no parcels to group; a few stand beside the others. Over copy engines, where nobody can store into
+others' memory, they post their tiles, in more or fewer parcels.
 
 **Fixed ones**: equal parcels of 1 to 32 waves, growing, shrinking, two chunks, FlashOverlap's rule, serial; over copy
 engines serial and chunks are cut as the model thinks best, too.
@@ -28,7 +29,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import brought, climb, flash_overlap, fused, pipeline
-from .defaults import BESIDE_CTAS, default_plan, few_row_forms, fused_plan, gather_forms, scatter_forms, token_forms
+from .defaults import (
+    BESIDE_CTAS,
+    default_plan,
+    few_row_forms,
+    fused_plan,
+    gather_forms,
+    posted_forms,
+    scatter_forms,
+    token_forms,
+)
 from .matmuls import LIBRARY_TILE, matmul_seconds, tile_seconds, workers_of
 from .pipeline import Step, advance
 from .plan import EMBEDDING, TOKENS, Plan, Share, split
@@ -104,6 +114,8 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
             found[f"chunks of {parts}"] = Plan("chunked", lane, split(problem.m, parts))
     if problem.mirrored:  # nothing is signaled where rows are multiplied when they came
         return found
+    if problem.device == "cuda" and lane == "dma" and problem.operator != TOKENS and not fused.why_not(problem, lane):
+        found |= {f"posted {len(plan.parcels)}": plan for plan in posted_forms(problem, lane)}
     if problem.operator == "all_gather_matmul":
         return found | _gathering(problem, lane)
     frame = _best_frame(problem, machine, lane)

@@ -9,6 +9,9 @@ A parcel passes these stages, in order; a stage takes the parcels one after the 
     share                                        x       engine out     one piece leaves, once for all
     gather                                       x       engine in      R - 1 pieces arrive
 
+What a kernel posts (`posts`) goes to one rank at a time, one piece in a copy: `post` is as `out`, and `land` as `in`,
+but that its first job can start as soon as the first of `post` is done.
+
 A copy costs its engine a `pause` and its bytes at the engine's `speed`; pieces longer than `chunk` are copied in parts,
 each of which passes the stages as a parcel would, so that the first part arrives while the second leaves. Pieces of
 peers that lie evenly apart go in one copy, so a rank needs one for what it sums (it chooses the places) and,
@@ -55,8 +58,13 @@ STAGES = {
     "matmul_all_reduce": ("out", "in", "sum", "share", "gather"),
 }
 """By operator; others are not described here."""
-_ENGINE = {"out": 0, "share": 0, "in": 1, "gather": 1}
+POSTS = "posts"
+_STAGES = STAGES | {POSTS: ("post", "land")}
+_ENGINE = {"post": 0, "out": 0, "share": 0, "land": 1, "in": 1, "gather": 1}
+_LEFT_BY = {"land": "post", "in": "out", "gather": "share"}
 _WAIT_FOR = {
+    "post": ("post", "land"),
+    "land": ("land", "post"),
     "out": ("out", "in"),
     "in": ("in", "sum", "out"),
     "sum": ("sum", "share", "in"),
@@ -64,7 +72,7 @@ _WAIT_FOR = {
     "gather": ("gather", "share"),
 }
 """Which stages may go on when a parcel is through one."""
-READ_BY = {"out": "in", "share": "gather"}
+READ_BY = {"post": "land", "out": "in", "share": "gather"}
 """Who must have read a place before the next part may have it."""
 _FITTED = ("out_speed", "in_speed", "out_pause", "in_pause", "hop", "end")
 _FEW_RANKS, _MANY_PLACES, _FEW_PLACES = 4, 4, 2  # places between two ranks: `fabric.cuda_lanes.chunk_slots`
@@ -113,7 +121,7 @@ class Sample:
 
 def copy_stages(operator: str) -> int:
     """How many stages of its parcels are copies."""
-    return sum(stage in _ENGINE for stage in STAGES[operator])
+    return sum(stage in _ENGINE for stage in _STAGES[operator])
 
 
 def places(ranks: int) -> int:
@@ -175,7 +183,7 @@ def last_arrival(
     `early[i]`: when the first rank is ready, None where all are at once; `ready[i]` is when the last one is.
     `largest[i]`: where a parcel does not hold the same for each rank, the most that it holds for one of them.
     """
-    stages = STAGES[operator]
+    stages = _STAGES[operator]
     if ranks == 1:
         return 0.0
     steps = parts(pieces, largest or pieces, ready, early or ready, engines.chunk, places(ranks))
@@ -199,15 +207,15 @@ def last_arrival(
         """When the stage's first and last job of part `at` can start; None: what they wait for is not known yet."""
         part = steps[at]
         enqueued = host * (part.full + 1)
-        if stage == "out":
+        if stage in ("post", "out"):
             enqueued = host * part.full
             early, late = max(part.early, enqueued), max(part.ready, enqueued)
-        elif stage in ("in", "gather"):
-            before = "out" if stage == "in" else "share"
+        elif stage in _LEFT_BY:
+            before = _LEFT_BY[stage]
             if len(last[before]) <= at:
                 return None
-            end = last[before][at]
-            early, late = max(enqueued, nearly[before][at]), max(enqueued, end)
+            begun = first if stage == "land" else nearly  # one piece of one rank
+            early, late = max(enqueued, begun[before][at]), max(enqueued, last[before][at])
             if stage == "in" and "sum" in last and at:
                 if len(last["sum"]) < at:
                     return None
@@ -257,10 +265,11 @@ def job_seconds(engines: Engines, stage: str, stages: Sequence[str], ranks: int,
     """Seconds of one rank's copies of one stage of a part. Summing is no copy."""
     if stage == "sum":
         return 0.0
-    together = stage == "share" or (stage == "in" and "sum" in stages)
+    alone = stage in ("post", "land", "share")  # one piece
+    together = alone or (stage == "in" and "sum" in stages)
     apart = (2 * ranks - 2) / ranks if shared else min(2, ranks - 1)  # on average, and of a rank that has most
     copies = 1.0 if together else apart
-    moved = piece if stage == "share" else (ranks - 1) * piece
+    moved = piece if alone else (ranks - 1) * piece
     if _ENGINE[stage] == 0:
         return float(copies * engines.out_pause + moved / engines.out_speed)
     return float(copies * engines.in_pause + moved / engines.in_speed)

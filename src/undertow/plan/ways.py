@@ -15,6 +15,8 @@ def way(operator: str, plan: Plan) -> str:
     apart, every = plan.share.communication_ctas, plan.share.multiprocessors
     if plan.grain != "fused" or every is None:
         return ""
+    if plan.lane != "peer":
+        return f"bands posted in {len(plan.parcels)} parcels for each rank"
     if operator == "matmul_reduce_scatter" and plan.order == "rotated":
         return "sums go from rank to rank"
     if operator == "matmul_reduce_scatter":

@@ -18,6 +18,7 @@ from ..plan.machine import Machine
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 from ..plan.tiles import chunks, launch_order
+from .posted_plans import PostedCall
 from .staged_plans import StagedCall
 from .tasks import COMPUTE, Outcome, Task, Tasks
 
@@ -33,7 +34,9 @@ def simulate_plan(problem: Problem, plan: Plan, machine: Machine, moving: Moving
         return predict.collective_seconds(problem, machine, plan.lane, nbytes)
 
     call = _Call(problem, plan, machine, moving or measured)
-    if plan.grain == "fused":
+    if plan.grain == "fused" and moving is None and predict.posts_to_engines(problem, plan, machine):
+        PostedCall(problem, plan, machine, call.tasks, call.workers).run()
+    elif plan.grain == "fused":
         call.fused()
     elif problem.operator == "all_gather_matmul":
         call.gather()
