@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,8 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
     for name, other_form in forms.items():
         if other_form != plan:
             found[f"fused, {name}"] = bench.fused(x, w, out, problem, other_form)
+    for name, grouped in in_groups({"fused": plan} | {f"fused, {one}": forms[one] for one in forms}, bench).items():
+        found[name] = bench.fused(x, w, out, problem, grouped)
     if bench.options["guarded"]:
         found["guarded"] = bench.fused(x, w, out, problem, plan, guarded=True)
     source, scattered = bench.buffer("source", m * n), bench.buffer("out", m * n if reduce else shard * n)
@@ -77,6 +80,15 @@ def scatter(bench: Bench, m: int, k: int, n: int, reduce: bool = False) -> Made:
     else:
         found["torch"] = lambda _: operators.fused_matmul_reduce_scatter(x, w, "sum", 0, bench.name)
     return found, want, (y, out, scattered.local)
+
+
+def in_groups(plans: dict[str, Plan], bench: Bench) -> dict[str, Plan]:
+    """The same in groups of other numbers of bands, where that is asked for."""
+    found: dict[Plan, str] = {}
+    for (name, plan), bands in itertools.product(plans.items(), bench.options["groups"]):
+        if bands != plan.group_bands:
+            found.setdefault(replace(plan, group_bands=bands), f"{name}, groups of {bands}")
+    return {name: plan for plan, name in found.items()}
 
 
 def gather_plans(problem: Problem, loaders: list[int]) -> dict[str, Plan]:
@@ -115,6 +127,7 @@ def gather(bench: Bench, m: int, k: int, n: int) -> Made:
     want = whole @ w
     y, out = (torch.empty(m, n, device=bench.device, dtype=BF16) for _ in range(2))
     plans = gather_plans(problem, bench.options["loaders"])
+    plans |= in_groups(plans, bench)
     found: Variants = {"cublas": lambda _: torch.mm(whole, w, out=y)}
     tiles = {plan.tile: "gemm" if name == "fused" else "gemm, narrow" for name, plan in reversed(plans.items())}
     for tile, name in tiles.items():

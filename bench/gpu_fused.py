@@ -156,6 +156,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", default="32,8", help="for each number of ranks, from when they are up: no shape is begun later"
     )
+    parser.add_argument("--groups", default="", help="also in groups of so many bands: 4,16")
     parser.add_argument("--chains", action="store_true", help="sums from rank to rank for short shards, too")
     parser.add_argument("--guarded", action="store_true", help="also as the operators call it, watched")
     parser.add_argument("--trace", action="store_true", help="say which variant is begun, and when")
@@ -170,7 +171,7 @@ def main() -> None:
             "only": options.only.split(","), "models": options.models.split(","), "rounds": options.rounds,
             "m": [int(one) for one in options.m.split(",")], "seconds": limits[min(number, len(limits) - 1)],
             "loaders": [int(one) for one in options.loaders.split(",") if one], "guarded": options.guarded,
-            "chains": options.chains,
+            "chains": options.chains, "groups": [int(one) for one in options.groups.split(",") if one],
             "decode": [one for one in options.decode.split(",") if one],
             "part": str(part) if part else "", "trace": options.trace, "odd": not options.no_odd and number == 0,
         }  # fmt: skip

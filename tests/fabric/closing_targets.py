@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ import torch.distributed as dist
 import undertow as ut
 from undertow import errors
 from undertow.fabric import registry
-from undertow.fabric.post_ring import ENDING, Post
+from undertow.fabric.post_ring import Post
 from undertow.fabric.proxy import Proxy
 
 
@@ -90,7 +92,7 @@ def last_posts(how: str) -> list[int]:
         if found is None and proxy.posts.taken == 1 and not between.is_set():  # the first look after the first post
             proxy.post(post)
             ended.start()
-            while proxy.asked != ENDING:
+            while not proxy.stopping:
                 time.sleep(0.001)
             between.set()
         return found
@@ -104,18 +106,27 @@ def last_posts(how: str) -> list[int]:
     return [proxy.signals.read(0), int(alive)]
 
 
-def posts_nobody_waits_for(lane: str) -> bool:
-    """Whether all that was posted before a proxy was closed has arrived then."""
-    group = ut.init()
-    proxy, count, size = Proxy(group.fabric, signals=1, capacity=4, lane=lane), 9, 1 << 16
-    source, target = (group.fabric.buffer((count, size), torch.uint8) for _ in range(2))
-    source.local.fill_(1 + group.rank)
-    numbers = proxy.attach(source), proxy.attach(target)
-    group.barrier()
-    for one in range(count):
-        proxy.post(Post(numbers[0], one * size, 1 - group.rank, numbers[1], one * size, size, 0))
-    proxy.close()
-    return bool((target.local == 2 - group.rank).all())
+def shut_down_and_again(lane: str) -> list[list[int]]:
+    """Of the proxy, three times in a row: its threads, groups that live, descriptors beyond the first time's."""
+    counts, groups, first = list[list[int]](), list[weakref.ref[ut.Group]](), 0
+    for turn in range(3):
+        group = ut.init()
+        groups.append(weakref.ref(group))
+        ut.matmul_all_reduce(torch.ones(8, 3), torch.ones(3, 5), group=group, strategy=f"fused:{lane}")
+        ut.shutdown()
+        del group
+        end = time.monotonic() + 5
+        while _of_proxies() and time.monotonic() < end:  # the others' goodbyes are on their way
+            time.sleep(0.01)
+        gc.collect()
+        opened = len(os.listdir("/proc/self/fd"))
+        first = opened if turn == 0 else first
+        counts.append([_of_proxies(), sum(one() is not None for one in groups), opened - first])
+    return counts
+
+
+def _of_proxies() -> int:
+    return sum(one.name.startswith("undertow-proxy") for one in threading.enumerate())
 
 
 def wrong_peers_and_slots() -> list[str]:
@@ -184,3 +195,7 @@ def asked_at_a_check() -> str:
     except errors.UndertowError as error:
         return str(error)
     return "nothing"
+
+
+if __name__ == "__main__":
+    os.write(1, f"{shut_down_and_again(sys.argv[1])}\n".encode())

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import closing_targets as targets
 import pytest
@@ -11,6 +16,7 @@ import torch
 import undertow as ut
 from undertow import settings
 from undertow.errors import InvalidArgument, LaunchFailed
+from undertow.fabric import registry
 from undertow.ops.matmul_all_reduce import matmul_all_reduce
 
 
@@ -36,8 +42,31 @@ def test_what_was_posted_last_arrives(how: str) -> None:
 
 
 @pytest.mark.parametrize("lane", ["dma", "net"])
-def test_what_nobody_waits_for_arrives_before_a_proxy_is_closed(lane: str) -> None:
-    assert ut.launch(targets.posts_nobody_waits_for, 2, device="cpu", args=(lane,), deadline=10) == [True, True]
+def test_a_proxy_leaves_nothing_behind_where_the_process_lives_on(lane: str) -> None:
+    script = Path(__file__).parent / "closing_targets.py"
+    command = [sys.executable, "-c", "from undertow.cli import main; main()", "run", "-n", "2", "--device", "cpu"]
+    done = subprocess.run([*command, str(script), lane], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[[0, 0, 0], [0, 0, 0], [0, 0, 0]]"] * 2
+
+
+@pytest.mark.parametrize("uncaught", [False, True])
+def test_after_an_exception_that_nobody_caught_nothing_is_finished(
+    uncaught: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits without the interpreter's lock is told to end: the driver is about to go."""
+    told: list[str] = []
+    said = {name: partial(told.append, name) for name in ("finish", "abandon", "fall_silent", "stop", "leave")}
+    monkeypatch.setattr(registry, "_groups", {0: SimpleNamespace(**said)})
+    monkeypatch.setattr(registry.watchdog, "instance", lambda: SimpleNamespace(**said))
+    monkeypatch.setattr(registry.FlightRing, "mine", lambda: SimpleNamespace(**said))
+    monkeypatch.setattr(registry.Group, "any_failed", False)
+    if uncaught:
+        monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    else:
+        monkeypatch.delattr(sys, "last_value", raising=False)
+    registry._leave()
+    assert told == (["abandon", "fall_silent", "stop"] if uncaught else ["leave", "finish", "fall_silent", "stop"])
 
 
 def test_wrong_peers_and_slots_are_refused() -> None:

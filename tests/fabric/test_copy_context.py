@@ -36,6 +36,12 @@ class Driver:
             self.current.append(OWN)
         return self.refuses
 
+    def cuCtxDestroy_v2(self, context: int) -> int:
+        assert context == OWN
+        assert OWN not in self.current
+        self._made("end context")
+        return 0
+
     def cuCtxPushCurrent_v2(self, context: int) -> int:
         self.current.append(context)
         return 0
@@ -153,9 +159,21 @@ def test_without_room_the_copies_are_torchs_and_that_is_said_once(
         assert driver.current == [TORCHS]
     copies.end()  # torch's objects end the streams
     asked = [one for one, _ in driver.calls if one not in ("context", "stream")]
-    assert asked == [*(["destroy 101"] if no_streams else []), "synchronize 11", "synchronize 12"]
+    assert asked == [*(["destroy 101", "end context"] if no_streams else []), "synchronize 11", "synchronize 12"]
     assert driver.current == [TORCHS]
     assert sum("no more than 500 launches" in one.getMessage() for one in caplog.records) == 1
+
+
+def test_a_context_that_another_proxy_has_streams_in_is_left_alone(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = driven(module, monkeypatch, Driver(0, 0))
+    first = module.Copies(DEVICE, 1)
+    driver.no_streams = 2
+    assert not module.Copies(DEVICE, 1).is_own
+    assert ("end context", TORCHS) not in driver.calls
+    first.end()
+    assert ("destroy 101", OWN) in driver.calls
 
 
 def test_other_refusals_are_errors(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:

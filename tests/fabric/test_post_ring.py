@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,15 +110,39 @@ def test_places_for_buffers_are_used_again() -> None:
         third = buffer(number, 8)
         posts.attach(third)
         third.release()
-    held = [buffer(number, 8) for number in range(300, 362)]
+    assert posts.compiled.used[0] == 3
+    held = [buffer(number, 8) for number in range(300, 1300)]
     for one in held:
         posts.attach(one)
-    with pytest.raises(InvalidArgument, match="attached buffers is 65, but must be at most 64 at a time"):
-        posts.attach(buffer(400, 8))
+    assert posts.compiled.used[0] == 2 + len(held)
     held[17].release()
-    posts.attach(buffer(400, 8))
-    posts.put(0, Post(400, 0, 0, 361, 0, 8, 0))
-    assert posts.take() == Post(400, 0, 0, 361, 0, 8, 0)
+    posts.attach(buffer(1400, 8))
+    assert posts.compiled.used[0] == 2 + len(held)
+    posts.put(0, Post(1400, 0, 0, 1299, 0, 8, 0))
+    assert posts.take() == Post(1400, 0, 0, 1299, 0, 8, 0)
+
+
+def test_more_buffers_than_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(post_ring, "_MOST_BUFFERS", 3)
+    posts = ring()
+    posts.attach(buffer(9, 8))
+    with pytest.raises(InvalidArgument, match="attached buffers is 4, but must be at most 3 at a time"):
+        posts.attach(buffer(10, 8))
+
+
+def test_buffers_and_rings_do_not_keep_each_other() -> None:
+    posts, third = ring(), buffer(9, 8)
+    posts.attach(third)
+    gone, kept = weakref.ref(posts), weakref.ref(third)
+    gc.disable()
+    try:
+        posts.forget_all()
+        del posts
+        assert gone() is None
+        del third
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_descriptor_is_read_between_its_ready_word_and_its_going_back() -> None:

@@ -1,6 +1,7 @@
-"""The proxy's `dma` path under a driver that copies at once: chunks, their order, arrivals, room, its end.
+"""The proxy's `dma` path under two drivers that are not there: chunks, their order, arrivals, room, its end.
 
-The driver's functions are machine code here, too: nothing that is moved needs the interpreter's lock.
+One driver is machine code and copies at once, so that threads can serve without the interpreter's lock. The other
+(`fake_driver`) has streams whose operations run later, in any order that streams allow.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ import numba
 import numpy as np
 import pytest
 import torch
+from fake_driver import World
 from no_driver import imported
 
 from undertow import errors
 from undertow.fabric.atomics import copy_bytes, store_release
-from undertow.fabric.post_ring import ENDING, RESTED, RESTING, Post, PostRing
-from undertow.fabric.staged_moves import BUSY, IDLE, SLOTS, turn
+from undertow.fabric.post_ring import Post, PostRing
+from undertow.fabric.staged_moves import BUSY, IDLE, SLOTS, _pair, turn
 from undertow.kernels import ring_layout
 
 PATIENCE = 10.0
@@ -62,12 +64,14 @@ class Node:
 
     def __init__(
         self, staged: Any, monkeypatch: pytest.MonkeyPatch, size: int, nbytes: int, capacity: int = 64,
-        deadline: float = PATIENCE,
+        deadline: float = PATIENCE, streams: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
+        self._streams = streams
         self.memory = [np.zeros(nbytes, np.uint8) for _ in range(size)]
         self.words = [np.zeros(8, np.int32) for _ in range(size)]
-        self.asked, self.aborts = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        self.stops, self.aborts = np.zeros(size, np.int32), np.zeros(size, np.int32)
         self._tickets = [0] * size
+        self.patience = np.full(1, int(deadline * 1e9), np.int64)
         segments: list[np.ndarray[Any, Any]] = []
 
         def pinned(group: Any, total: int, purpose: str) -> Any:
@@ -83,7 +87,7 @@ class Node:
     def _proxy(self, rank: int, size: int, capacity: int, deadline: float) -> Any:
         words = self.words[rank].ctypes.data
         signals = SimpleNamespace(count=8, address=lambda at, index: words + 4 * index)
-        aborts, asked = self.aborts[rank:].ctypes.data, self.asked[rank:].ctypes.data
+        aborts, stops = self.aborts[rank:].ctypes.data, self.stops[rank:].ctypes.data
         group: Any = SimpleNamespace(rank=rank, size=size, abort_address=aborts, deadline=deadline)
         ring = torch.zeros(ring_layout.ring_bytes(capacity) // 8, dtype=torch.int64)
         self.posts.append(PostRing(group, ring, capacity, 8))
@@ -92,10 +96,11 @@ class Node:
             identity=5, nbytes=memory.size, address=lambda at: memory.ctypes.data, when_released=lambda call: None
         )
         self.posts[rank].attach(attached)
-        copies = SimpleNamespace(out=0, into=0, end=lambda: None)
+        copies = SimpleNamespace(out=self._streams(), into=self._streams(), end=lambda: None)
         return SimpleNamespace(
-            group=group, signals=signals, posts=self.posts[rank], copies=lambda: copies, asked_address=asked
-        )
+            group=group, signals=signals, posts=self.posts[rank], copies=lambda: copies, stop_address=stops,
+            patience=self.patience,
+        )  # fmt: skip
 
     def post(self, rank: int, post: Post) -> None:
         self.posts[rank].put(self._tickets[rank], post)
@@ -136,17 +141,21 @@ class Serving:
 
 
 @contextlib.contextmanager
-def all_serving(node: Node, *already: Serving) -> Iterator[list[Serving]]:
-    """As a proxy is closed: nobody ends before all have sent all. `already`: the first ranks'."""
-    serving = [*already, *(node.serve(rank) for rank in range(len(already), len(node.memory)))]
-    yield serving
-    node.asked[:] = RESTING
-    end = time.monotonic() + PATIENCE
-    while (node.asked != RESTED).any() and time.monotonic() < end:
-        time.sleep(0.001)
-    node.asked[:] = ENDING
+def all_serving(node: Node) -> Iterator[None]:
+    """Inside, all ranks move what is posted; what is waited for there must have arrived before it is over."""
+    serving = [node.serve(rank) for rank in range(len(node.memory))]
+    yield
+    node.stops[:] = 1
     assert all(one.ends_within(PATIENCE) for one in serving)
     assert [one.error for one in serving] == [None] * len(serving)
+
+
+def until(true: Callable[[], bool]) -> bool:
+    """Whether it becomes true in time."""
+    end = time.monotonic() + PATIENCE
+    while not true() and time.monotonic() < end:
+        time.sleep(0.001)
+    return true()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
@@ -177,6 +186,62 @@ def test_posts_arrive_whole_in_order_and_once(ranks: int, staged: Any, monkeypat
     assert [node.turn(rank) for rank in range(ranks)] == [IDLE] * ranks
 
 
+def begin_at(node: Node, base: int) -> None:
+    """As after so many chunks of each pair, and as many arrivals."""
+    for rank, drain in enumerate(node.drains):
+        for counts in (drain.pairs.sent, drain.pairs.received, drain.pairs.arrived):
+            counts[:] = base
+        node.words[rank][:] = base
+        for receiver in range(len(node.drains)):
+            ctypes.c_int32.from_address(_pair(drain.pairs, rank, receiver)).value = base
+
+
+@pytest.mark.parametrize("base", [0, 2**31 - 3])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_streams_do_first(
+    seed: int, ranks: int, base: int, staged: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal never comes before its bytes, a place is never filled before it was read, and numbers wrap."""
+    world, chance = World(), random.Random(seed)
+    whole = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * 4)
+    word = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int32)
+    functions = whole(world.to_host), whole(world.to_device), word(world.write_value)
+    addresses = tuple(ctypes.cast(one, ctypes.c_void_p).value for one in functions)
+    monkeypatch.setattr(staged.stream_memory, "entry_points", lambda: addresses)
+    monkeypatch.setattr(staged, "_MOST_CHUNK", 4096)
+    monkeypatch.setattr(staged, "_LEAST_CHUNK", 4096)
+    largest, each = 3 * 4096 + 7, 8
+    span = each * (ranks - 1) * largest
+    node = Node(staged, monkeypatch, ranks, (1 + ranks) * span, 256, streams=world.new_stream)
+    begin_at(node, base)
+    posts: dict[tuple[int, int], list[tuple[int, int]]] = {}  # (sender, receiver): places and sizes, in order
+    for sender in range(ranks):
+        node.memory[sender][:span] = np.arange(span) % 251 + sender + 1
+        receivers = [one for one in range(ranks) if one != sender] * each
+        chance.shuffle(receivers)
+        for number, to in enumerate(receivers):
+            at, size = number * largest, chance.choice((0, 1, 4096, largest))
+            node.post(sender, Post(5, at, to, 5, span * (1 + sender) + at, size, sender))
+            posts.setdefault((sender, to), []).append((at, size))
+    landed = dict.fromkeys(posts, 0)
+    for _ in range(100_000):
+        if landed == dict.fromkeys(posts, each) and not any(world.streams.values()):
+            break
+        full = [queue for queue in world.streams.values() if queue]
+        if full and chance.random() < 0.7:
+            chance.choice(full).popleft()[1]()
+        else:
+            assert node.turn(chance.randrange(ranks)) in (IDLE, BUSY)
+        for (sender, to), places in posts.items():
+            arrived = (int(node.words[to][sender]) - base) & 0xFFFFFFFF
+            for at, size in places[landed[sender, to] : arrived]:
+                there = node.memory[to][span * (1 + sender) + at :][:size]
+                assert (there == node.memory[sender][at : at + size]).all(), "a signal came before its bytes"
+                landed[sender, to] += 1
+    assert landed == dict.fromkeys(posts, each)
+
+
 def test_many_small_posts_while_they_are_made(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than there is room for: in the ring, and behind it."""
     monkeypatch.setattr(staged, "_MOST_WAITING", 3)
@@ -188,38 +253,43 @@ def test_many_small_posts_while_they_are_made(staged: Any, monkeypatch: pytest.M
             while number - node.posts[0].taken >= capacity:
                 time.sleep(0)
             node.post(0, Post(5, 4 * number, 1, 5, 4 * (count + number), 4, number % 8))
+        assert until(lambda: int(node.words[1].sum()) == count)
     assert (node.memory[1][4 * count :].view(np.int32) == np.arange(count)).all()
     assert node.words[1].tolist() == [count // 8] * 8
 
 
 def test_nothing_waits_for_the_interpreters_lock(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that keeps the lock while it waits, as some launches do: what they wait for is moved meanwhile."""
-    ranks = 2
+    ranks, asleep = 2, 0.5
     chunk = staged.chunk_bytes(ranks)
     size = (3 * SLOTS) * chunk + 5
     node = Node(staged, monkeypatch, ranks, 2 * size)
     keeps_the_lock = ctypes.PyDLL(None)  # `CDLL` would let go of it
-    beats = [0]
-    over = threading.Event()
+    longest, over = [0.0], threading.Event()
 
     def beat() -> None:
+        """How long this thread ever stood still."""
+        last = time.monotonic()
         while not over.is_set():
-            beats[0] += 1
+            now = time.monotonic()
+            longest[0], last = max(longest[0], now - last), now
+            time.sleep(0)
 
-    other = threading.Thread(target=beat)
-    other.start()
     with all_serving(node):
         for rank in range(ranks):
-            node.memory[rank][:size] = rank + 1
+            node.post(rank, Post(5, 0, 1 - rank, 5, size, 1, 2))
+        assert until(lambda: all(words[2] == 1 for words in node.words)), "both threads serve"
+        other = threading.Thread(target=beat)
+        other.start()
         for rank in range(ranks):
+            node.memory[rank][:size] = rank + 1
             node.post(rank, Post(5, 0, 1 - rank, 5, size, size, 3))
-        before = beats[0]
-        keeps_the_lock.usleep(500_000)
-        after, landed = beats[0], [int(words[3]) for words in node.words]
+        keeps_the_lock.usleep(int(asleep * 1e6))
+        landed = [int(words[3]) for words in node.words]
         over.set()
-    other.join()
-    assert landed == [1, 1]
-    assert after - before < 100_000, "another thread ran: the lock was not kept"
+        other.join()
+        assert landed == [1, 1]
+    assert longest[0] > 0.9 * asleep, "another thread ran: the lock was not kept"
     for rank in range(ranks):
         assert (node.memory[rank][size:] == 2 - rank).all()
 
@@ -229,7 +299,7 @@ def test_it_ends_when_what_it_took_has_left(staged: Any, monkeypatch: pytest.Mon
     node = Node(staged, monkeypatch, 2, 2 * (SLOTS + 2) * chunk)
     node.post(0, Post(5, 0, 1, 5, (SLOTS + 2) * chunk, (SLOTS + 2) * chunk, 0))
     sender = node.serve(0)
-    node.asked[:] = ENDING  # even before the post was taken
+    node.stops[:] = 1  # even before the post was taken
     assert not sender.ends_within(0.3)  # the other one makes no room
     receiver = node.serve(1)
     while not node.words[1][0]:  # told to stop with nothing to do, it may end before more has come
@@ -240,21 +310,6 @@ def test_it_ends_when_what_it_took_has_left(staged: Any, monkeypatch: pytest.Mon
     assert sender.error is None
 
 
-def test_it_rests_when_all_has_left_and_goes_on(staged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunk = staged.chunk_bytes(2)
-    size = (SLOTS + 2) * chunk
-    node = Node(staged, monkeypatch, 2, 2 * size)
-    node.memory[0][:size] = 1
-    node.post(0, Post(5, 0, 1, 5, size, size, 0))
-    node.asked[:] = RESTING  # even before the post was taken
-    sender = node.serve(0)
-    assert not sender.ends_within(0.3)  # the other one makes no room
-    assert node.asked[0] == RESTING
-    with all_serving(node, sender):
-        pass
-    assert node.memory[1][size:].all()
-
-
 def test_it_does_not_wait_for_ever_for_who_makes_no_room(
     staged: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,7 +317,7 @@ def test_it_does_not_wait_for_ever_for_who_makes_no_room(
     node = Node(staged, monkeypatch, 2, 2 * (SLOTS + 1) * chunk, deadline=0.5)
     monkeypatch.setattr(logging.getLogger("undertow"), "propagate", True)
     node.post(0, Post(5, 0, 1, 5, 0, (SLOTS + 1) * chunk, 0))
-    node.asked[:] = ENDING
+    node.stops[:] = 1
     began = time.monotonic()
     sender = node.serve(0)
     assert sender.ends_within(PATIENCE)
@@ -290,13 +345,13 @@ def test_what_was_posted_before_the_end_leaves(staged: Any, monkeypatch: pytest.
     serving = [node.serve(0), node.serve(1)]
     for _ in range(1 + attempt % 3):
         node.post(0, Post(5, 0, 1, 5, 0, 64, 0))
-    node.asked[0] = ENDING
+    node.stops[0] = 1
     assert serving[0].ends_within(PATIENCE)
     end = time.monotonic() + PATIENCE
     while node.words[1][0] < 1 + attempt % 3 and time.monotonic() < end:
         time.sleep(0.001)
     assert node.words[1][0] == 1 + attempt % 3
-    node.asked[1] = ENDING
+    node.stops[1] = 1
     assert serving[1].ends_within(PATIENCE)
 
 
@@ -316,7 +371,7 @@ def test_a_chunk_for_a_buffer_that_is_gone_ends_it(staged: Any, monkeypatch: pyt
     serving = [node.serve(0), node.serve(1)]
     assert serving[1].ends_within(PATIENCE)
     assert str(serving[1].error) == "a chunk's buffer is not attached, but must be attached to the proxy."
-    node.asked[0] = ENDING
+    node.stops[0] = 1
     assert serving[0].ends_within(PATIENCE)
 
 

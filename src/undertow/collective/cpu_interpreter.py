@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numba import carray, types
 
-from ..fabric import flight_writer
+from ..fabric import flight_writer, machine_code
 from ..fabric.atomics import add_release, load_acquire, relax
 from ..fabric.flight_writer import as_pointer
 from .bind import (
@@ -67,7 +66,7 @@ _CLOCK_MONOTONIC = 1  # the clock of `time.perf_counter_ns`, which all processes
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)  # type: ignore[no-any-return]
+    return machine_code.compiled(function, boundscheck=False, error_model="numpy")
 
 
 @_compiled

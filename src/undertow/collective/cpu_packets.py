@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
+from ..fabric import machine_code
 from ..fabric.flight_writer import as_pointer
 
 
@@ -41,7 +41,7 @@ def _store_word(typing_context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.uint64), generate
 
 
-@numba.njit(cache=True, nogil=True)
+@machine_code.compiled
 def pack(address, source, count, epoch):
     """Send `count` bytes from `source`, in words at `address`; an empty message is one word, for its flag."""
     flag = np.uint64(epoch & 0xFFFFFFFF) << np.uint64(32)
@@ -57,7 +57,7 @@ def pack(address, source, count, epoch):
         _store_word(address + 8 * whole, flag | value)
 
 
-@numba.njit(cache=True, nogil=True)
+@machine_code.compiled
 def unpack(out, address, count, epoch):
     """Receive `count` bytes into `out` if all of them have come; whether they have."""
     flag = np.uint64(epoch & 0xFFFFFFFF)

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
+from ..fabric import machine_code
 from ..fabric.atomics import copy_bytes
 from ..fabric.flight_writer import as_pointer
 
@@ -24,7 +24,7 @@ BLOCK = 2048  # elements summed before they are stored: stays in the first-level
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return numba.njit(cache=True, nogil=True, boundscheck=False, error_model="numpy")(function)  # type: ignore[no-any-return]
+    return machine_code.compiled(function, boundscheck=False, error_model="numpy")
 
 
 @intrinsic

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import InvalidArgument
-from ..fabric.base import Incoming, Outgoing
+from ..fabric.base import Incoming, Outgoing, Service
 from ..fabric.net import NetLane
 from ..fabric.symmetric import SymmetricBuffer
 from . import lane_plan as plan
@@ -79,7 +79,7 @@ class _Iteration:
         return self.bases[base].narrow(0, offset + self.shifts[base], count)
 
 
-class LaneExecutable:
+class LaneExecutable(Service):
     """One schedule on one group. Hand-offs, workspace and order of messages are its own.
 
     Making one is collective. Calls of one executable come one after the other, on all ranks in the same order. Any

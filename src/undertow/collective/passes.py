@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
+
+from ..fabric import machine_code
 
 COPY, REDUCE, READY, NEEDED = 0, 1, 2, 3
 NOTHING = -1
@@ -19,7 +20,7 @@ FINE, UNDEFINED, UNEQUAL = 0, 1, 2  # verdicts of `contents`
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return numba.njit(cache=True, nogil=True, boundscheck=False)(function)  # type: ignore[no-any-return]
+    return machine_code.compiled(function, boundscheck=False)
 
 
 @_compiled

@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
+
+from ..fabric import machine_code
 
 NOTHING = -1
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return numba.njit(cache=True, nogil=True, boundscheck=False)(function)  # type: ignore[no-any-return]
+    return machine_code.compiled(function, boundscheck=False)
 
 
 @_compiled

@@ -25,6 +25,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from . import machine_code
+
 ARRIVED, SLICE_OVER, ABORTED = 0, 1, 2
 
 SPINS = 1000  # about 10 us of polling with a pause in between, where every rank has a core
@@ -235,7 +237,7 @@ def _call_futex(builder: Any, address: Any, operation: int, value: Any, timeout:
 
 def compiled(signature: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compiled when it is defined, once for all processes; it runs without the GIL."""
-    return numba.njit(signature, nogil=True, cache=True)  # type: ignore[no-any-return]
+    return lambda function: machine_code.compiled(function, signature)
 
 
 @compiled("int32(uintp)")

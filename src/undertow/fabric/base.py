@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -201,11 +201,18 @@ class Stream(ABC):
         """What the caller does next comes after what runs here. Raises what `run` raised."""
 
 
-class Service(Protocol):
-    """Something with a thread of its own that uses a fabric's memory."""
+class Service(ABC):
+    """Something with threads of its own that uses a fabric's memory."""
 
+    @abstractmethod
     def stop(self) -> None:
-        """End the thread; not collective."""
+        """End what runs here; not collective."""
+
+    def part(self) -> None:  # noqa: B027 - most wait for nobody
+        """Behind `stop`, where the process lives on: wait for others no longer than they need. Not collective."""
+
+    def abandon(self) -> None:  # noqa: B027 - most threads are Python's, and stand still then
+        """The process ends, and nobody knows in which state: the group's abort word is set, so the thread ends."""
 
 
 def _pass() -> None:
@@ -434,10 +441,17 @@ class Fabric(ABC):
         if services:
             self.rest()  # what the services enqueued has been copied
 
+    def abandon(self) -> None:
+        """The process ends, and nobody knows in which state: no thread uses memory that is about to go."""
+        for service in list(self._services):
+            service.abandon()
+
     def close(self) -> None:
         """Release everything. Tensors taken from buffers stay valid."""
         with self._lock:
             self.finish()
+            for service in list(self._services):
+                service.part()
             for lane in self._lanes.values():
                 lane.close()
             for signals in list(self._signals):

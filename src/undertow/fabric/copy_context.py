@@ -34,6 +34,7 @@ _AHEAD = 500  # launches: half of what the driver's queue holds
 _URGENT = -1
 _lock = threading.Lock()
 _contexts: dict[int, int | None] = {}  # of this process, by device; none where there was no room
+_used = set[int]()  # devices in whose context a proxy has had streams
 _here = threading.local()  # the context that this thread has entered
 
 
@@ -49,7 +50,11 @@ class Copies:
         with _lock:
             self._context = _context(device, sharing)
             streams = self._in_own() if self._context is not None else []
-            if self._context is not None and not streams:
+            if streams:
+                _used.add(device.index)
+            elif self._context is not None:
+                if device.index not in _used:
+                    stream_memory.end_context(self._context)
                 self._context = _contexts[device.index] = None
                 _say(device)
         self.is_own = self._context is not None

@@ -10,12 +10,12 @@ import functools
 import json
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import carray, types
 from numba.extending import intrinsic
 
+from . import machine_code
 from .atomics import copy_bytes
 
 HEADER_BYTES = 128
@@ -68,13 +68,13 @@ def _publish(typing_context: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@numba.njit(cache=True, nogil=True)
+@machine_code.compiled
 def _seconds(room):  # type: ignore[no-untyped-def]
     _clock_gettime(np.int32(_CLOCK_REALTIME), as_pointer(room.ctypes.data))
     return room[0] + room[1] * 1e-9
 
 
-@numba.njit(cache=True, nogil=True)
+@machine_code.compiled
 def begin(ring, text, length, number):  # type: ignore[no-untyped-def]
     """Record that a call begins; the ticket for `end`. `number` is written into the text unless it is negative."""
     ticket = _take_ticket(ring + 8 * COUNT_WORD)
@@ -98,7 +98,7 @@ def begin(ring, text, length, number):  # type: ignore[no-untyped-def]
     return ticket
 
 
-@numba.njit(cache=True, nogil=True)
+@machine_code.compiled
 def end(ring, ticket, failed):  # type: ignore[no-untyped-def]
     """Record that the call of `ticket` is over, unless so many later ones have begun that its record is theirs."""
     at = ring + HEADER_BYTES + (ticket - 1) % RECORDS * RECORD_BYTES

@@ -396,6 +396,12 @@ class Group:
         if self._fabric is not None:
             self._fabric.finish()
 
+    def abandon(self) -> None:
+        """The process ends, and nobody knows in which state: end what runs without the interpreter's lock."""
+        self._abort[0] = 1
+        if self._fabric is not None:
+            self._fabric.abandon()
+
     def close(self) -> None:
         """Release the fabric and stop watching. The ProcessGroup itself is the user's."""
         with self.lock:

@@ -50,6 +50,7 @@ class NetDrain(OneByOne):
         if proxy.on_device:
             self._out, self._in = proxy.copies().out, proxy.copies().into
             self._leaving, self._arriving = (torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+        self._parted = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="undertow-proxy-net", daemon=True)
         self._receiver.start()
 
@@ -99,6 +100,9 @@ class NetDrain(OneByOne):
         try:
             with self._proxy.on_this_thread(), self._group.connected("the proxy's receive"):
                 self._receive_until_goodbye()
+                self._parted.wait()  # the streams are both threads'
+                if self._on_device:
+                    self._proxy.copies().end()
         except errors.UndertowError as error:
             self._group.fail(error)
         except Exception as error:  # as in the proxy's own thread: the group hears of it, whatever it was
@@ -106,15 +110,14 @@ class NetDrain(OneByOne):
             self._group.fail(errors.UndertowError(reason=f"The proxy failed: {type(error).__name__}: {error}"))
 
     def _receive_until_goodbye(self) -> None:
-        remaining = self._group.size - 1
-        while remaining:
-            header = torch.zeros(_FIELDS, dtype=torch.int64)
-            work = self._wire.recv_anysource([header], _HEADER_TAG)
-            work.wait(_EVER)
-            fields = [int(one) for one in header]
-            if fields[0] == _GOODBYE:
-                remaining -= 1
-            else:
+        for _ in range(self._group.size - 1):
+            while True:
+                header = torch.zeros(_FIELDS, dtype=torch.int64)
+                work = self._wire.recv_anysource([header], _HEADER_TAG)
+                work.wait(_EVER)
+                fields = [int(one) for one in header]
+                if fields[0] == _GOODBYE:
+                    break
                 self._take_in(work._source_rank(), *fields)  # what it holds goes when it returns
 
     def _take_in(self, source: int, buffer: int, offset: int, size: int, signal: int) -> None:
@@ -137,19 +140,27 @@ class NetDrain(OneByOne):
 
         self._arrivals.advance(index, lambda address, count: write(self._in, address, count))
 
+    def part(self) -> None:
+        """Say goodbye to all others; when all have said it, the receiver ends."""
+        if self._parted.is_set():
+            return
+        self._parted.set()
+        goodbye = torch.tensor([_GOODBYE] + [0] * (_FIELDS - 1))
+        for rank in range(self._group.size):
+            if rank == self._group.rank:
+                continue
+            try:
+                self._wire.send([goodbye], rank, _HEADER_TAG).wait()
+            except RuntimeError as error:  # its process has ended, and waits for no goodbye
+                get_logger().debug("Rank %d was told no goodbye: %s", rank, error)
+
     def close(self) -> None:
         if self._group.failed:
             return  # the receiver may wait for a rank that will never say goodbye; it is a daemon
-        for rank in range(self._group.size):
-            if rank != self._group.rank:
-                goodbye = torch.tensor([_GOODBYE] + [0] * (_FIELDS - 1))
-                with self._group.connected("the proxy's goodbye"):
-                    self._wire.send([goodbye], rank, _HEADER_TAG).wait()
+        self.part()
         while self._receiver.is_alive():  # a receive from anybody does not end when one of them dies
             self._receiver.join(0.05)
             self._group.check()
-        if self._on_device:
-            self._proxy.copies().end()
 
 
 class _Arrivals:

@@ -5,7 +5,8 @@ Compiled, so that who takes posts can do it without the interpreter's lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,12 +29,8 @@ NOTHING, TAKEN, UNKNOWN_SOURCE, SOURCE_RANGE, UNKNOWN_DESTINATION, DESTINATION_R
 )
 """What `take` says: there was no post; one was taken; one was taken that is wrong."""
 
-RUNNING, RESTING, RESTED, ENDING = range(4)
-"""What who takes posts is asked for, by a word: to go on; to say so, by `RESTED`, when nothing is left to take or on
-its way; to end then."""
-
 POST_WORDS = ring_layout.DESCRIPTOR_WORDS - 1
-_MOST_BUFFERS = 64
+_MOST_BUFFERS = 1 << 16  # a row each; only those ever used are looked at
 _NUMBER, _ADDRESS, _SIZE = range(3)  # columns of the table of attached buffers
 _GONE = -1
 
@@ -52,7 +49,8 @@ class Post:
 
 
 class Ring(NamedTuple):
-    """What `take` reads: the ring's words, the address of its tail, what may be named, and how many were taken."""
+    """What `take` reads: the ring's words, the address of its tail, what may be named, how many rows of that were ever
+    used, and how many posts were taken."""
 
     words: NDArray[np.int64]
     tail: int
@@ -60,28 +58,29 @@ class Ring(NamedTuple):
     ranks: int
     signals: int
     buffers: NDArray[np.int64]
+    used: NDArray[np.int64]
     taken: NDArray[np.int64]
 
 
 _WORDS, _TABLE = types.int64[::1], types.int64[:, ::1]
-RING = types.NamedTuple((_WORDS, types.int64, types.int64, types.int64, types.int64, _TABLE, _WORDS), Ring)
+RING = types.NamedTuple((_WORDS, types.int64, types.int64, types.int64, types.int64, _TABLE, _WORDS, _WORDS), Ring)
 _ready_value, _descriptor_offset = numba.njit(ring_layout.ready_value), numba.njit(ring_layout.descriptor_offset)
 
 
-@atomics.compiled(types.int64(_TABLE, types.int64))
-def row_of(buffers: Any, number: int) -> Any:
+@atomics.compiled(types.int64(RING, types.int64))
+def row_of(ring: Any, number: int) -> Any:
     """The row of an attached buffer, or -1."""
-    for row in range(len(buffers)):
-        if buffers[row, _NUMBER] == number and buffers[row, _SIZE] != _GONE:
+    for row in range(ring.used[0]):
+        if ring.buffers[row, _NUMBER] == number and ring.buffers[row, _SIZE] != _GONE:
             return row
     return -1
 
 
-@atomics.compiled(types.int64(_TABLE, types.int64, types.int64))
-def address_in(buffers: Any, number: int, offset: int) -> Any:
+@atomics.compiled(types.int64(RING, types.int64, types.int64))
+def address_in(ring: Any, number: int, offset: int) -> Any:
     """Address here of a byte of an attached buffer, or 0."""
-    row = row_of(buffers, number)
-    return buffers[row, _ADDRESS] + offset if row >= 0 else 0
+    row = row_of(ring, number)
+    return ring.buffers[row, _ADDRESS] + offset if row >= 0 else 0
 
 
 @atomics.compiled(types.boolean(types.int64, types.int64, types.int64))
@@ -103,12 +102,12 @@ def take(ring: Any, post: Any) -> Any:
     # Releases the reads above: the place may be filled again by whoever acquires the tail.
     atomics.signal_set(np.uintp(ring.tail), np.int32(ring.taken[0]))
     size, signal = post[ring_layout.BYTE_COUNT - 1], post[ring_layout.SIGNAL_INDEX - 1]
-    source = row_of(ring.buffers, post[ring_layout.SOURCE_BUFFER - 1])
+    source = row_of(ring, post[ring_layout.SOURCE_BUFFER - 1])
     if source < 0:
         return UNKNOWN_SOURCE
     if not _is_inside(post[ring_layout.SOURCE_OFFSET - 1], size, ring.buffers[source, _SIZE]):
         return SOURCE_RANGE
-    destination = row_of(ring.buffers, post[ring_layout.DESTINATION_BUFFER - 1])
+    destination = row_of(ring, post[ring_layout.DESTINATION_BUFFER - 1])
     if destination < 0:
         return UNKNOWN_DESTINATION
     if not _is_inside(post[ring_layout.DESTINATION_OFFSET - 1], size, ring.buffers[destination, _SIZE]):
@@ -132,8 +131,9 @@ class PostRing:
         self.address = memory.data_ptr()
         self.attached: dict[int, SymmetricBuffer] = {}
         buffers = np.full((_MOST_BUFFERS, 3), _GONE, np.int64)
+        used, taken = np.zeros(1, np.int64), np.zeros(1, np.int64)
         tail = self.address + ring_layout.TAIL_OFFSET
-        self.compiled = Ring(memory.numpy(), tail, capacity, group.size, signals, buffers, np.zeros(1, np.int64))
+        self.compiled = Ring(memory.numpy(), tail, capacity, group.size, signals, buffers, used, taken)
         self._post = np.zeros(POST_WORDS, np.int64)
 
     @property
@@ -147,25 +147,38 @@ class PostRing:
         Who takes posts may be looking at the table meanwhile. He looks for this number only when he has acquired a post
         that names it, and that is made after this.
         """
-        number, buffers = buffer.identity, self.compiled.buffers
+        number, buffers, used = buffer.identity, self.compiled.buffers, self.compiled.used
         if number in self.attached:
             return number
-        rows = np.flatnonzero(buffers[:, _SIZE] == _GONE)
-        if not len(rows):
+        free = np.flatnonzero(buffers[: used[0], _SIZE] == _GONE)
+        row = int(free[0]) if len(free) else int(used[0])
+        if row == _MOST_BUFFERS:
             must = f"at most {_MOST_BUFFERS} at a time"
             raise errors.InvalidArgument(argument="attached buffers", was=_MOST_BUFFERS + 1, must=must)
-        row = int(rows[0])
         buffers[row, _NUMBER] = number
         buffers[row, _ADDRESS] = buffer.address(self._rank) if buffer.nbytes else 0
         buffers[row, _SIZE] = buffer.nbytes
+        used[0] = max(used[0], row + 1)
         self.attached[number] = buffer
+        buffer.when_released(self._forgetting(number, row))
+        return number
+
+    def _forgetting(self, number: int, row: int) -> Callable[[], None]:
+        """What a buffer calls when it goes; it does not keep the ring."""
+        ring = weakref.ref(self)
 
         def forget() -> None:
-            self.attached.pop(number, None)
-            buffers[row, _SIZE] = _GONE
+            here = ring()
+            if here is not None and number in here.attached:
+                del here.attached[number]
+                here.compiled.buffers[row, _SIZE] = _GONE
 
-        buffer.when_released(forget)
-        return number
+        return forget
+
+    def forget_all(self) -> None:
+        """Nobody takes posts any more: hold no buffer."""
+        self.compiled.buffers[:, _SIZE] = _GONE
+        self.attached.clear()
 
     def named(self, number: int) -> SymmetricBuffer:
         """The attached buffer of this number."""

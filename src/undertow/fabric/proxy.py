@@ -23,15 +23,18 @@ import torch
 from .. import errors
 from ..kernels import ring_layout
 from . import atomics
-from .base import Fabric
+from .base import Fabric, Service
 from .logs import get_logger
-from .post_ring import ENDING, RESTED, RESTING, RUNNING, Post, PostRing
+from .post_ring import Post, PostRing
 from .segment import Segment
 from .signals import Signals
 from .symmetric import SymmetricBuffer
 
 if TYPE_CHECKING:
     from .copy_context import Copies
+
+
+_MOMENT = 0.2  # seconds
 
 
 class Drain(ABC):
@@ -44,6 +47,9 @@ class Drain(ABC):
 
     def leave(self) -> None:  # noqa: B027 - a drain that copies at once owns nothing
         """The proxy's thread has ended: let go of what no other rank needs."""
+
+    def part(self) -> None:  # noqa: B027 - as before
+        """Tell the others that nothing is sent from here any more. Not collective."""
 
     def close(self) -> None:  # noqa: B027 - as before
         """Stop. Collective."""
@@ -63,20 +69,18 @@ class OneByOne(Drain):
         proxy = self._proxy
         idle_since = time.monotonic()
         while True:
-            asked, failed = proxy.asked, proxy.group.failed  # before the look: what was posted until then is moved
+            ends = proxy.stopping or proxy.group.failed  # before the look: what was posted until then is moved
             post = proxy.posts.take()
             if post is not None:
                 self.move(post)
                 idle_since = time.monotonic()
-            elif failed or asked == ENDING:
+            elif ends:
                 return
-            elif asked == RESTING:
-                atomics.compare_and_set(proxy.asked_address, RESTING, RESTED)
             elif time.monotonic() - idle_since > 0.002:
                 time.sleep(0.0001)  # nothing for a while: give the core away
 
 
-class Proxy:
+class Proxy(Service):
     """A ring, the thread that drains it, and the arrival signals of this rank. Made collectively by all ranks."""
 
     def __init__(self, fabric: Fabric, signals: int = 64, capacity: int = 256, lane: str = "dma") -> None:
@@ -103,8 +107,9 @@ class Proxy:
             words = self._segment.tensor(0, (size // ring_layout.WORD_BYTES,), torch.int64)
             self.head = torch.zeros(1, dtype=torch.int32)
         self.posts = PostRing(self.group, words, capacity, signals)
-        self._asked = np.zeros(2, np.int32)  # what the thread is asked for, and whether anybody sleeps meanwhile
-        self.asked_address = int(self._asked.ctypes.data)
+        self._stop = np.zeros(1, np.int32)
+        self.stop_address = int(self._stop.ctypes.data)  # of a word that is set when the proxy is to end
+        self.patience = np.zeros(1, np.int64)  # nanoseconds for what nobody takes, from then on
         self._drain = self._make_drain(fabric, lane)
         self.group.barrier()
         self._thread = threading.Thread(target=self._run, name="undertow-proxy", daemon=True)
@@ -228,13 +233,11 @@ class Proxy:
         return self.posts.named(post.destination_buffer).address(rank) + post.destination_offset
 
     def close(self) -> None:
-        """Move what was posted so far, then stop. Collective: a peer may still be sending to this rank."""
-        if self.asked == ENDING:
+        """Stop, where all ranks have what they wait for. Collective: a peer may still be sending to this rank."""
+        if self.stopping:
             return
         if not self.group.failed:
-            self.group.barrier()  # nobody posts any more
-            self._rest()
-            self.group.barrier()  # nothing is on its way to any rank
+            self.group.barrier()
         self._end()
         if self.group.failed:
             return  # a kernel may still poll the signals, a thread still write them: they go with the process
@@ -243,25 +246,26 @@ class Proxy:
 
     def stop(self) -> None:
         """End the thread without asking the others; for the fabric, when it is closed before the proxy."""
-        if self.asked != ENDING:
+        if not self.stopping:
             self._end()
 
-    @property
-    def asked(self) -> int:
-        """What the thread is asked for."""
-        return int(atomics.load(self.asked_address))
+    def part(self) -> None:
+        """Threads that wait for others end when these part, too."""
+        if not self.group.failed:
+            self._drain.part()
 
-    def _rest(self) -> None:
-        """Until all that was posted here has left."""
-        atomics.compare_and_set(self.asked_address, RUNNING, RESTING)
-        abort = self.group.abort_address
-        while atomics.wait(self.asked_address, RESTED, abort, atomics.SPINS_CROWDED) == atomics.SLICE_OVER:
-            self.group.check()
-        if self._copies is not None:
-            self._copies.rest()
+    def abandon(self) -> None:
+        """A thread that runs without the interpreter's lock would not stand still: it sees the group's abort word."""
+        self._thread.join(_MOMENT)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it is to end."""
+        return bool(atomics.load(self.stop_address))
 
     def _end(self) -> None:
-        atomics.store(self.asked_address, ENDING)
+        self.patience[0] = int(self.group.deadline * 1e9)
+        atomics.store(self.stop_address, 1)  # releases it
         while self._thread.is_alive() and not self.group.failed:  # it may be sending to a rank that is lost
             self._thread.join(0.05)
         if self.group.failed:
@@ -269,6 +273,7 @@ class Proxy:
         if self._copies is not None:
             self._copies.rest()
         self._drain.leave()
+        self.posts.forget_all()
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

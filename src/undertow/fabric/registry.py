@@ -197,8 +197,11 @@ def _leave() -> None:
     if in_order:
         FlightRing.mine().leave()
     try:
-        for group in list(_groups.values()) if in_order else ():
-            group.finish()
+        for group in list(_groups.values()):
+            if in_order:
+                group.finish()
+            else:
+                group.abandon()
     finally:
         for group in list(_groups.values()):
             group.fall_silent()

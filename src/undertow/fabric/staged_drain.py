@@ -21,7 +21,7 @@ from .staged_moves import DRIVER, IDLE, LEFT_BEHIND, SLOTS, UNKNOWN_PLACE, Drive
 if TYPE_CHECKING:
     from .proxy import Proxy
 
-_MOST_PINNED = 512 << 20  # bytes of the chunks of all pairs
+_MOST_PINNED = 512 << 20  # bytes of the chunks of all pairs, as long as there are few enough
 _MOST_CHUNK, _LEAST_CHUNK = 8 << 20, 64 << 10
 _MOST_WAITING = 1024  # posts; more stay in the ring
 
@@ -55,15 +55,13 @@ class StagedDrain(Drain):
 
     def serve(self) -> None:
         proxy = self._proxy
-        patience = int(proxy.group.deadline * 1e9)
-        moved = self.pairs, self.driver, self.waiting
-        status = int(
-            serve(proxy.posts.compiled, *moved, proxy.asked_address, proxy.group.abort_address, patience)
-        )  # without the interpreter's lock
+        words = proxy.stop_address, proxy.group.abort_address, proxy.patience
+        # Without the interpreter's lock.
+        status = int(serve(proxy.posts.compiled, self.pairs, self.driver, self.waiting, *words))
         if status == IDLE:
             return
         if status == LEFT_BEHIND:
-            get_logger().warning("The proxy ends with posts that nobody took for %g s", proxy.group.deadline)
+            get_logger().warning("The proxy ends with posts that nobody took for %g s", proxy.patience[0] / 1e9)
         elif status == UNKNOWN_PLACE:
             raise errors.InvalidArgument(argument="a chunk's buffer", was="not attached", must="attached to the proxy")
         elif status > DRIVER:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ..kernels import ring_layout
 from . import atomics
-from .post_ring import ENDING, NOTHING, POST_WORDS, RESTED, RESTING, RING, TAKEN, WRONG_SIGNAL, address_in, take
+from .post_ring import NOTHING, POST_WORDS, RING, TAKEN, WRONG_SIGNAL, address_in, take
 from .segment import PAGE
 
 SLOTS = 4
@@ -144,9 +144,7 @@ def _send_one(ring: Any, pairs: Any, driver: Any, waiting: Any) -> Any:
     pairs.words[header + _SIGNAL] = post[ring_layout.SIGNAL_INDEX - 1]
     pairs.words[header + _LAST] = size == left
     if size:
-        source = address_in(
-            ring.buffers, post[ring_layout.SOURCE_BUFFER - 1], post[ring_layout.SOURCE_OFFSET - 1] + done
-        )
+        source = address_in(ring, post[ring_layout.SOURCE_BUFFER - 1], post[ring_layout.SOURCE_OFFSET - 1] + done)
         if source == 0:
             return UNKNOWN_PLACE
         code = _copy(driver.to_host, place + PAGE, source, size, driver.out)
@@ -174,7 +172,7 @@ def _receive_one(ring: Any, pairs: Any, driver: Any, sender: int) -> Any:
     header = (place - pairs.address) // 8 + _HEADER
     size, signal = pairs.words[header + _SIZE], pairs.words[header + _SIGNAL]
     if size:
-        address = address_in(ring.buffers, pairs.words[header + _BUFFER], pairs.words[header + _OFFSET])
+        address = address_in(ring, pairs.words[header + _BUFFER], pairs.words[header + _OFFSET])
         if address == 0:
             return UNKNOWN_PLACE
         code = _copy(driver.to_device, address, place + PAGE, size, driver.into)
@@ -218,30 +216,27 @@ def turn(ring: Any, pairs: Any, driver: Any, waiting: Any) -> Any:
     return found
 
 
-@atomics.compiled(types.int64(RING, _PAIRS, _DRIVER, _WAITING, types.int64, types.int64, types.int64))
-def serve(ring: Any, pairs: Any, driver: Any, waiting: Any, asked_at: int, abort: int, patience: int) -> Any:
-    """Turns until the word at `abort` is set, or that at `asked_at` asks for the end and nothing waits: IDLE then, or
-    what is wrong.
+@atomics.compiled(types.int64(RING, _PAIRS, _DRIVER, _WAITING, types.int64, types.int64, _WORDS))
+def serve(ring: Any, pairs: Any, driver: Any, waiting: Any, stop: int, abort: int, patience: Any) -> Any:
+    """Turns until the word at `abort` is set, or that at `stop` and nothing waits: IDLE then, or what is wrong.
 
-    `patience`: nanoseconds for which posts that nobody takes are waited for when it is to end.
+    `patience`: nanoseconds for which posts that nobody takes are waited for when it is to end; known by then.
     """
     idle_since = atomics.now()
     while True:
         # Looked at before the turn, which takes what was posted until then.
-        asked = atomics.load_acquire(np.uintp(asked_at))
+        ends = atomics.load_acquire(np.uintp(stop)) != 0
         aborted = atomics.load_acquire(np.uintp(abort)) != 0
         status = turn(ring, pairs, driver, waiting)
         if status > BUSY:
             return status
-        moment, nothing_waits = atomics.now(), waiting.ends[0] == waiting.ends[1]
+        moment = atomics.now()
         if status == BUSY:
             idle_since = moment
-        elif aborted or (asked == ENDING and nothing_waits):
+        elif aborted or (ends and waiting.ends[0] == waiting.ends[1]):
             return IDLE
-        elif asked == ENDING and moment - idle_since > patience:
+        elif ends and moment - idle_since > patience[0]:
             return LEFT_BEHIND
-        elif asked == RESTING and nothing_waits:
-            atomics.exchange_if_equal(np.uintp(asked_at), np.int32(RESTING), np.int32(RESTED))
         elif moment - idle_since > _AWAKE:
             atomics.sleep_until(moment + _ASLEEP)  # nothing for a while: give the core away
         else:

@@ -77,6 +77,7 @@ def _declare() -> dict[str, Any]:
         "cuDevicePrimaryCtxRetain": [ctypes.POINTER(c_void_p), c_int],
         "cuCtxGetCurrent": [ctypes.POINTER(c_void_p)],
         "cuCtxSetCurrent": [c_void_p],
+        "cuCtxDestroy_v2": [c_void_p],
         "cuCtxCreate_v2": [ctypes.POINTER(c_void_p), c_uint32, c_int],
         "cuCtxPushCurrent_v2": [c_void_p],
         "cuCtxPopCurrent_v2": [ctypes.POINTER(c_void_p)],
@@ -169,8 +170,7 @@ def bare_stream(priority: int = 0) -> int | None:
 
 
 def new_context(device: torch.device) -> int | None:
-    """A context of `device` beside torch's, not current on any thread; None where the GPU has no room for one. It lives
-    as long as the process."""
+    """A context of `device` beside torch's, not current on any thread; None where the GPU has no room for one."""
     torch.cuda.synchronize(device)  # torch's context exists
     number, handle = c_int(), c_void_p()
     check(_driver["cuDeviceGet"](ctypes.byref(number), device.index))
@@ -180,6 +180,11 @@ def new_context(device: torch.device) -> int | None:
     check(code)
     leave_context()
     return handle.value
+
+
+def end_context(context: int) -> None:
+    """Give its memory back: nobody has streams in it."""
+    check(_driver["cuCtxDestroy_v2"](context))
 
 
 def enter_context(context: int) -> None:

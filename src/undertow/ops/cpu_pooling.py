@@ -7,12 +7,15 @@ the order of the values.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numba
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from ..fabric import machine_code
 
 WORDS = 5
 """Of each table: its address, rows, columns, elements between two rows, and the global number of its first row."""
@@ -28,7 +31,7 @@ def _pointer(typing_context: Any, address: Any) -> Any:
     return types.voidptr(address), generate
 
 
-@numba.njit(nogil=True, cache=True, boundscheck=False, error_model="numpy")  # type: ignore[untyped-decorator]
+@partial(machine_code.compiled, boundscheck=False, error_model="numpy")
 def pool_tables(
     tables: Any, values: Any, offsets: Any, weights: Any, weighted: bool, mean: bool, samples: int, first: int, out: Any
 ) -> None:

@@ -201,7 +201,7 @@ class CudaTileProduct(Product):
 def device_table(fabric: Fabric, key: tuple[object, ...], make: Callable[[], NDArray[np.int64]]) -> torch.Tensor:
     """The table on the GPU; made and uploaded at the first call that needs it, which cannot be a captured one."""
     tables: dict[tuple[object, ...], torch.Tensor] = fabric.kept.setdefault(id(_TABLES), {})  # type: ignore[assignment]
-    found = tables.get(key)
+    found = tables.pop(key, None)
     if found is None:
         if torch.cuda.is_current_stream_capturing():
             was = "the first one of this shape and plan, inside a CUDA graph capture"
@@ -214,10 +214,10 @@ def device_table(fabric: Fabric, key: tuple[object, ...], make: Callable[[], NDA
         with torch.cuda.stream(uploads.stream):  # the caller's own stream may be waiting for something
             found = torch.from_numpy(np.array(make(), order="C")).to(fabric.group.device)
         uploads.stream.synchronize()
-        tables[key] = found
     elif torch.cuda.is_current_stream_capturing():  # graphs read it as long as they live
         captured: list[torch.Tensor] = fabric.kept.setdefault(id(_CAPTURED), [])  # type: ignore[assignment]
         captured.append(found)
+    tables[key] = found  # last, as it was used last: what a call was given outlives what it asks for next
     return found
 
 

@@ -11,18 +11,18 @@ from typing import Any
 from .. import settings
 
 
-def _numba() -> Any:
+def _machine_code() -> Any:
     if settings.SIM_CORE.get() == "python":
         return None
     try:
-        import numba
+        from ..fabric import machine_code
     except ImportError:
         return None
-    return numba
+    return machine_code
 
 
-_NUMBA = _numba()
-CORE = "python" if _NUMBA is None else "numba"
+_MACHINE_CODE = _machine_code()
+CORE = "python" if _MACHINE_CODE is None else "numba"
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     Without Numba's counting of references, which is half of the time where many arrays are handed down; so a compiled
     function makes no arrays. Inlined into the loop that calls it: an array is seven arguments, which a call would push.
     """
-    if _NUMBA is None:
+    if _MACHINE_CODE is None:
         return function
-    options = {"cache": True, "nogil": True, "boundscheck": False, "_nrt": False, "forceinline": True}
-    return _NUMBA.njit(**options)(function)  # type: ignore[no-any-return]
+    options = {"boundscheck": False, "_nrt": False, "forceinline": True}
+    return _MACHINE_CODE.compiled(function, **options)  # type: ignore[no-any-return]
