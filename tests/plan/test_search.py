@@ -279,11 +279,11 @@ def posted(problem: Problem, lanes: list[str]) -> list[int]:
 
 
 def test_bands_are_posted_where_nobody_can_store_into_others_memory() -> None:
-    """In parcels of about 8 MiB, of 2 MiB (a band) at the finest, at least four where there are so many bands."""
-    assert posted(machines.problem("matmul_reduce_scatter"), ["dma"]) == [4, 8, 16]
-    assert posted(machines.problem("matmul_reduce_scatter", n=32768), ["dma"]) == [16]
-    assert posted(machines.problem("matmul_reduce_scatter", m=1024), ["dma"]) == [2]
-    assert posted(machines.problem("all_gather_matmul"), ["dma"]) == [4, 8, 16]
+    """In groups of eight bands of 2 MiB to one, and parcels of 8 MiB at most."""
+    assert posted(machines.problem("matmul_reduce_scatter"), ["dma"]) == [4, 4, 8, 16]
+    assert posted(machines.problem("matmul_reduce_scatter", n=32768), ["dma"]) == [16] * 4
+    assert posted(machines.problem("matmul_reduce_scatter", m=1024), ["dma"]) == [1, 2]
+    assert posted(machines.problem("all_gather_matmul"), ["dma"]) == [4, 4, 8, 16]
     assert posted(machines.problem("matmul_reduce_scatter"), ["dma", "peer"]) == []
     assert posted(machines.problem("matmul_all_reduce", m=384), ["dma"]) == []  # a rank owns no band
     assert posted(machines.problem("matmul_all_to_all"), ["dma"]) == []

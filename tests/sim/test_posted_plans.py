@@ -15,7 +15,8 @@ import pytest
 from undertow.plan.defaults import posted_forms
 from undertow.plan.machine import Machine
 from undertow.plan.plan import Plan
-from undertow.plan.predict import posted_pieces, predict
+from undertow.plan.posted_steps import steps_of
+from undertow.plan.predict import predict
 from undertow.plan.problem import Problem
 from undertow.plan.staged import Engines
 from undertow.sim.plans import simulate_plan
@@ -57,7 +58,7 @@ def test_engines_hold_one_copy_at_a_time_and_move_everything(operator: str) -> N
     phases = 2 if operator == "matmul_all_reduce" else 1
     for engine in ("dma out", "dma in"):
         found = spans(outcome, engine)
-        assert len(found) == phases * problem.ranks * len(posted_pieces(problem, plan))
+        assert len(found) == phases * problem.ranks * len(steps_of(problem, plan).nbytes)
         assert all(first[1] <= second[0] + 1e-12 for first, second in itertools.pairwise(found))
 
 
@@ -75,7 +76,7 @@ def test_sums_wait_for_what_lands_and_rows_for_their_parcel() -> None:
 
 def test_more_parcels_begin_sooner_and_cost_more_pauses() -> None:
     problem = machines.problem("matmul_reduce_scatter", k=2048)
-    few, *_, many = posted_forms(problem, "dma")
+    many, *_, few = posted_forms(problem, "dma")
     assert len(few.parcels) < len(many.parcels)
     early, late = (spans(simulate_plan(problem, plan, node()), "dma out") for plan in (many, few))
     assert early[0][0] < late[0][0]

@@ -30,10 +30,10 @@ _CPU_BOTH_WEIGHTS = (1, 2, *[3] * 9, 2)
 _COPIED_BYTES = 16 << 20
 """Of a rank's pooled rows in a slice that leaves through the host: each copy costs the engine a pause. On an H200, four
 ranks, 64 MiB were fastest in four parts (eight equal or 1 : 3 : 3 : 1 of them 8 to 10 % slower), 32 MiB in two."""
-_POSTED_BYTES, _LEAST_POSTED = 8 << 20, 4
-"""Of a parcel that a GPU's kernel posts, and how many of them there are all the same where there are as many bands: a
-copy engine's pause counts for little beside so many bytes (chunks of 2, 4, 8 MB over the staged lane, four ranks of an
-H200: 0.71, 0.81, 0.87 of the engines' speed)."""
+_POSTED_BYTES = 8 << 20
+"""Of a parcel that a GPU's kernel posts, at most: a copy engine's pause counts for little beside so many (chunks of 2,
+4, 8 MB over the staged lane, four ranks of an H200: 0.71, 0.81, 0.87 of the engines' speed)."""
+_MOST_GROUPED = 8  # bands
 _CPU_COLUMNS, _CPU_ALL_COLUMNS = 512, 1 << 20  # a band of all columns is one product; ranks may differ in columns
 _CUDA_TILE, _CUDA_WIDE_TILE = (128, 256), (64, 128)  # of 16-bit and of wider types
 _RESERVED = {"net": 4, "peer": 4, "dma": 1}
@@ -85,41 +85,50 @@ def fused_plan(problem: Problem, lane: str) -> Plan:
     return _fused(problem, lane)
 
 
-def _posted(problem: Problem, lane: str) -> Plan:
-    """A GPU's fused plan where tiles are posted: parcels of whole bands, own ones last, or own rows first."""
+def _posted(problem: Problem, lane: str, group_bands: int | None = None) -> Plan:
+    """A GPU's fused plan where tiles are posted: parcels of whole bands, own ones last, or own rows first.
+
+    Bands of a group are complete together, so groups are what a parcel holds, a quarter of a shard at most: the link
+    begins with the first. Smaller ones read the weights more often.
+    """
     evenly = problem.operator in ("matmul_all_reduce", TOKENS)
     tile = fused_tile(problem, problem.m // problem.ranks if evenly else min(problem.shards))
     gathers = problem.operator == "all_gather_matmul"
+    bands = _posted_bands(problem, tile)
+    group = group_bands or max(1, min(_MOST_GROUPED, bands // 4))
     share = Share(max(1, problem.multiprocessors - _SPARE))
     return Plan(
-        "fused", lane, _post_parcels(problem, lane, tile), share, tile, group_bands=8,
+        "fused", lane, _post_parcels(problem, lane, tile, group), share, tile, group_bands=group,
         own_last=fused.own_last(problem, lane), piece=fused.piece_of(problem.k) if gathers else 1024,
     )  # fmt: skip
 
 
 def posted_forms(problem: Problem, lane: str) -> list[Plan]:
-    """The fused plans of a GPU that are worth trying where tiles are posted, in parcels as they come and finer. None
+    """The fused plans of a GPU that are worth trying where tiles are posted: in groups of more and of fewer bands. None
     where a call would end with a meeting of all ranks' streams (`posts.Sums.meets`), which graphs cannot hold."""
     plan = _posted(problem, lane)
     if min(fused.owned(problem, plan)) == 0:
         return []
-    whole = replace(plan, parcels=_post_parcels(replace(problem, device="cpu"), lane, plan.tile or (1, 1)))
-    finer = replace(plan, parcels=alike(min(2 * len(plan.parcels), len(whole.parcels))))
-    return list(dict.fromkeys((plan, finer, whole)))
+    assert plan.tile is not None
+    most = min(_MOST_GROUPED, _posted_bands(problem, plan.tile))
+    groups = {plan.group_bands, *(most >> halved for halved in range(most.bit_length()))}
+    return [_posted(problem, lane, group) for group in sorted(groups)]
 
 
-def _post_parcels(problem: Problem, lane: str, tile: tuple[int, int]) -> tuple[tuple[int, int], ...]:
-    """In how many parcels the bands travel that a rank has for another; one over `peer`, where tiles do by themselves.
-    On a CPU a band is a parcel: a post costs little there."""
+def _posted_bands(problem: Problem, tile: tuple[int, int]) -> int:
+    """Bands that a rank has for another, at most."""
+    evenly = problem.operator in ("matmul_all_reduce", TOKENS)  # whole bands, or splits that change
+    return max(1, -(-(problem.m // problem.ranks if evenly else max(problem.shards)) // tile[0]))
+
+
+def _post_parcels(problem: Problem, lane: str, tile: tuple[int, int], group_bands: int) -> tuple[tuple[int, int], ...]:
+    """In how many parcels the bands travel that a rank has for another: groups of bands, or less where these are many
+    bytes. One over `peer`, where tiles do by themselves."""
     if lane == "peer":
         return alike(1)
-    evenly = problem.operator in ("matmul_all_reduce", TOKENS)  # whole bands, or splits that change
-    rows = problem.m // problem.ranks if evenly else max(problem.shards)
-    bands = max(1, -(-rows // tile[0]))
+    bands = _posted_bands(problem, tile)
     width = problem.k if problem.operator == "all_gather_matmul" else problem.n
-    parts = bands
-    if problem.device == "cuda":
-        parts = max(_LEAST_POSTED, -(-rows * width * problem.item_size // _POSTED_BYTES))
+    parts = max(-(-bands // group_bands), -(-bands * tile[0] * width * problem.item_size // _POSTED_BYTES))
     return alike(min(parts, bands, posts.PARCELS))
 
 
@@ -216,7 +225,7 @@ def _fused(problem: Problem, lane: str) -> Plan:
     found = Plan(
         "fused",
         lane,
-        _post_parcels(problem, lane, tile),
+        _post_parcels(problem, lane, tile, 1),
         share,
         tile,
         group_bands=8,

@@ -93,6 +93,14 @@ def rotated_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int) -> Int
     return _gathered(grid, band, column, rank, band)
 
 
+def own_first(grid: TileGrid, order: Integers, plan: Plan, rank: int) -> Integers:
+    """As `rotated_table`, bands in this order, but own ones before the others, in groups of their own."""
+    own = grid.bands[order, 2] == rank
+    walks = [walked(order[which], plan, grid.columns) for which in (own, ~own)]
+    band, column = (np.concatenate(one) for one in zip(*walks, strict=True))
+    return _gathered(grid, band, column, rank, band)
+
+
 @lru_cache(256)
 def gather_table(shards: tuple[int, ...], n: int, plan: Plan, rank: int, apart: bool = True) -> Integers:
     """[tiles, 8]: what the gather kernel of `rank` reads at each position: own tiles first, then as rows arrive.

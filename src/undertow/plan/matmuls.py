@@ -124,7 +124,8 @@ def matmul_times(
     if fused.at_once(plan) and brought.last_tiles(tiles, workers, plan):
         ends[-1] -= one * (1 - 1 / plan.split)
     times = [stop - start for start, stop in itertools.pairwise(ends)]
-    if machine.work.read_speed is not None and plan.grain == "signaled" and plan.layout == "natural":
+    walks = (plan.grain == "signaled" and plan.layout == "natural") or plan.posts(problem.device)  # group by group
+    if machine.work.read_speed is not None and walks:
         slower = _streamed(problem, plan, machine.work.read_speed, one)
         times = [seconds + slower(tiles) for seconds, tiles in zip(times, parcels, strict=True)]
     return [machine.launch_seconds + times[0], *times[1:]] if times else []

@@ -127,23 +127,25 @@ def leaving_rows(layout: Rows, rank: int) -> Leaving:
 
 @lru_cache(64)
 def landing_rows(layout: Rows, n: int, plan: Plan, rank: int) -> Landing:
-    """Tiles of own rows, then of those of the following ranks. Rows without columns are waited for by nobody here."""
-    found = fused_order.rotated_table(layout.shards, n, plan, rank)
+    """Tiles of own rows, then of those of the following ranks as they land: the first parcel of each, the second, ...
+    Rows without columns are waited for by nobody here."""
+    grid = fused_order.grid_of(layout.shards, n, plan)
+    firsts = np.cumsum([0, *grid.band_counts])
+    numbers = [number_of(layout.parcels[int(band[2])], at - int(firsts[band[2]])) for at, band in enumerate(grid.bands)]
+    distance = (grid.bands[:, 2] - rank) % len(layout.shards)
+    found = fused_order.own_first(grid, np.lexsort((distance, np.array(numbers))), plan, rank)
     tiles = np.zeros((len(found), TILE_WORDS), np.int64)
     tiles[:, :6] = found[:, :6]
     tiles[:, 0] = found[:, fused_order.PLACE] // max(1, n)
-    grid = fused_order.grid_of(layout.shards, n, plan)
-    firsts = np.cumsum([0, *grid.band_counts])
     for tile, line in zip(tiles, found[:, fused_order.BAND_LINE].tolist(), strict=True):
         source = int(grid.bands[line, 2])
-        number = number_of(layout.parcels[source], line - int(firsts[source]))
-        tile[6] = NOBODY if source == rank else signal_of(source, number)
-    numbers = [
+        tile[6] = NOBODY if source == rank else signal_of(source, numbers[line])
+    awaited = [
         signal_of(source, number)
         for source in others_of(rank, len(layout.shards))
         for number in range(len(layout.parcels[source]))
     ]
-    return _landing([], [], numbers, tiles)
+    return _landing([], [], awaited, tiles)
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------

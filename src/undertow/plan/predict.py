@@ -43,7 +43,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import chain, fused, pipeline, staged
+from . import chain, fused, pipeline, posted_steps, staged
 from .machine import at
 from .matmuls import copy_speed, matmul_times, shards_of, workers_of
 from .pipeline import Step
@@ -205,14 +205,8 @@ def _fused(problem: Problem, plan: Plan, machine: Machine) -> Prediction:
 
 def posts_to_engines(problem: Problem, plan: Plan, machine: Machine) -> bool:
     """Whether a fused matmul's bands are posted, and moved by copy engines that the machine tells of."""
-    return plan.lane == "dma" and machine.engines is not None and plan.posts(problem.device)
-
-
-def posted_pieces(problem: Problem, plan: Plan) -> list[float]:
-    """Bytes of what a rank posts, in order: each step one parcel leaves every rank, and one arrives."""
-    parts = len(plan.parcels)
-    width = problem.k if problem.operator == "all_gather_matmul" else problem.n
-    return [problem.m * width * problem.item_size / problem.ranks / parts] * ((problem.ranks - 1) * parts)
+    known = problem.operator in posted_steps.OPERATORS and plan.lane == "dma" and machine.engines is not None
+    return known and plan.posts(problem.device)
 
 
 def own_copy_seconds(problem: Problem, machine: Machine) -> float:
@@ -224,20 +218,24 @@ def _posted(problem: Problem, plan: Plan, machine: Machine, gemm: float) -> Pred
     """Bands that are posted pass the copy engines parcel by parcel, one rank's after the other's. Sums of an all_reduce
     are as many posts again, behind all others."""
     engines, slow = beside_matmul(problem, plan, machine)
-    gathers, parcels = problem.operator == "all_gather_matmul", problem.ranks * len(plan.parcels)
+    steps, gemm = posted_steps.steps_of(problem, plan), slow * gemm
+    gathers = problem.operator == "all_gather_matmul"
     copied = own_copy_seconds(problem, machine) if gathers else 0.0
-    pieces = posted_pieces(problem, plan)
-    each = copied / max(1, len(pieces)) if gathers else slow * gemm / parcels
-    ready = [each * (step + 1) for step in range(len(pieces))]
+    count = max(1, len(steps.nbytes))
+    ready = [copied * (at + 1) / count + gemm * made for at, made in enumerate(steps.made)]
 
     def arrived(ready: list[float]) -> float:
-        return staged.last_arrival(engines.ahead, staged.POSTS, problem.ranks, machine.shares_device, pieces, ready)
+        shared = machine.shares_device
+        return staged.last_arrival(engines.ahead, staged.POSTS, problem.ranks, shared, steps.nbytes, ready)
 
     phases = 2 if problem.operator == "matmul_all_reduce" else 1
-    alone = arrived([0.0] * len(pieces))
-    last = arrived(ready) + (phases - 1) * alone + (gemm / parcels if gathers else 0.0)
-    after = fused_rest_seconds(problem, machine) / (1 if gathers else parcels)  # sums are made as parcels land
-    return Prediction(gemm, phases * alone, 0.0, max(copied + slow * gemm, last) + after)
+    alone = arrived([0.0] * len(steps.nbytes))
+    waiting = gemm * (1 - max(steps.needed[-1:], default=1.0))  # tiles behind what lands last
+    last = arrived(ready) + (phases - 1) * alone + waiting
+    after = fused_rest_seconds(problem, machine)
+    if not gathers:
+        after /= problem.ranks * len(plan.parcels)  # sums are made as parcels land
+    return Prediction(gemm, phases * alone, 0.0, max(copied + gemm, last) + after)
 
 
 def fused_rest_seconds(problem: Problem, machine: Machine, sums: bool = True) -> float:

@@ -12,7 +12,7 @@ anyway. A cut keeps at most `_STATES` states, spread over their range, which mat
 Over copy engines (`staged`) several parcels are under way at once, so that is no state: there `climb` looks for cuts.
 
 **Fused plans** have no parcels to group; a few stand beside the others. Over copy engines, where nobody can store into
-others' memory, they post their tiles, in more or fewer parcels.
+others' memory, they post their tiles, group by group of more or fewer bands.
 
 **Fixed ones**: equal parcels of 1 to 32 waves, growing, shrinking, two chunks, FlashOverlap's rule, serial; over copy
 engines serial and chunks are cut as the model thinks best, too.
@@ -115,7 +115,7 @@ def fixed(problem: Problem, machine: Machine, lane: str) -> dict[str, Plan]:
     if problem.mirrored:  # nothing is signaled where rows are multiplied when they came
         return found
     if problem.device == "cuda" and lane == "dma" and problem.operator != TOKENS and not fused.why_not(problem, lane):
-        found |= {f"posted {len(plan.parcels)}": plan for plan in posted_forms(problem, lane)}
+        found |= {f"posted by {plan.group_bands}": plan for plan in posted_forms(problem, lane)}
     if problem.operator == "all_gather_matmul":
         return found | _gathering(problem, lane)
     frame = _best_frame(problem, machine, lane)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ..plan import matmuls, predict, staged
+from ..plan import matmuls, posted_steps, predict, staged
 from ..plan.machine import Machine
 from ..plan.plan import Plan
 from ..plan.problem import Problem
@@ -31,11 +31,10 @@ class PostedCall:
         self.problem, self.plan, self.machine, self.engines = problem, plan, machine, machine.engines
         self.tasks, self.workers = tasks, workers
         self.ranks = range(problem.ranks if machine.shares_device else 1)
-        self.pieces = predict.posted_pieces(problem, plan)
+        self.steps = posted_steps.steps_of(problem, plan)
         tiles = sum(-(-rows // plan.tile[0]) for rows in problem.shards) * -(-problem.n // plan.tile[1])
         self.waves = max(1, -(-tiles // workers))
-        self.wave_seconds = matmuls.tile_seconds(problem, machine, plan.tile, workers)
-        self.parcels = problem.ranks * len(plan.parcels)  # own ones, too
+        self.wave_seconds = matmuls.matmul_times(problem, plan, machine, [0, 1])[0] / self.waves
 
     def run(self) -> None:
         if self.problem.operator == "all_gather_matmul":
@@ -45,37 +44,36 @@ class PostedCall:
 
     def _sums(self) -> None:
         ends = [self._wave(wave, ()) for wave in range(self.waves)]
-        steps = len(self.pieces)
-        made = [ends[math.ceil(self.waves * (step + 1) / self.parcels) - 1] for step in range(steps)]
+        made = [ends[math.ceil(self.waves * part) - 1] for part in self.steps.made]
         landed = self._copies("product", [(one,) for one in made])
+        others, parts = self.problem.ranks - 1, len(self.plan.parcels)
         if self.problem.operator == "matmul_all_reduce" and landed:
             # An own parcel has come from all others with the last of them, and its sum goes to each.
-            others, parts = self.problem.ranks - 1, len(self.plan.parcels)
-            summed = [landed[(others - 1) * parts + step // others] for step in range(steps)]
-            landed = self._copies("sum", summed)
+            came = landed[-max(1, len(landed) // others) :]
+            landed = self._copies("sum", [came[step * len(came) // len(landed)] for step in range(len(landed))])
         after = tuple(one for step in landed for one in step)
-        rest = predict.fused_rest_seconds(self.problem, self.machine) / self.parcels
+        rest = predict.fused_rest_seconds(self.problem, self.machine) / (self.problem.ranks * parts)
         self._compute("sums", rest, (ends[-1], *after))
 
     def _rows(self) -> None:
-        steps = len(self.pieces)
+        count = len(self.steps.nbytes)
         copied, own = predict.own_copy_seconds(self.problem, self.machine), list[int]()
-        for step in range(steps):
-            own.append(self._compute(f"own {step}", copied / steps, tuple(own[-1:])))
+        for step in range(count):
+            own.append(self._compute(f"own {step}", copied / count, tuple(own[-1:])))
         landed = self._copies("rows", [(one,) for one in own])
         for wave in range(self.waves):
-            # Own rows are as many parcels as another rank's.
-            last = math.ceil((wave + 1) / self.waves * self.parcels) - 1 - len(self.plan.parcels)
-            self._wave(wave, landed[min(last, steps - 1)] if last >= 0 and landed else ())
+            waits = [step for step, needed in enumerate(self.steps.needed) if needed * self.waves < wave + 1]
+            self._wave(wave, landed[max(waits)] if waits else ())
         self._compute("end", predict.fused_rest_seconds(self.problem, self.machine), ())
 
     def _copies(self, what: str, ready: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Of each step the tasks, one of each rank, after which what was posted in it has landed."""
-        nothing = [0.0] * len(self.pieces)
+        pieces = self.steps.nbytes
+        nothing = [0.0] * len(pieces)
         places = staged.places(self.problem.ranks)
-        parts = staged.parts(self.pieces, self.pieces, nothing, nothing, self.engines.chunk, places)
+        parts = staged.parts(pieces, pieces, nothing, nothing, self.engines.chunk, places)
         done: dict[tuple[str, int, int], int] = {}
-        found: list[tuple[int, ...]] = [()] * len(self.pieces)
+        found: list[tuple[int, ...]] = [()] * len(pieces)
         for at, part in enumerate(parts):
             for stage in _STAGES:
                 for rank in self.ranks:
@@ -102,8 +100,7 @@ class PostedCall:
         return self.tasks.add(task)
 
     def _wave(self, wave: int, after: tuple[int, ...]) -> int:
-        launch = self.machine.launch_seconds if wave == 0 else 0.0
-        return self._compute(f"wave {wave}", self.wave_seconds + launch, after)
+        return self._compute(f"wave {wave}", self.wave_seconds, after)
 
     def _compute(self, name: str, seconds: float, after: tuple[int, ...]) -> int:
         return self.tasks.add(Task(name, (0,), COMPUTE, seconds, after, 0.0, None, 0.0, self.workers, "matmul"))
