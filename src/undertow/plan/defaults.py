@@ -89,16 +89,18 @@ def _posted(problem: Problem, lane: str, group_bands: int | None = None) -> Plan
     """A GPU's fused plan where tiles are posted: parcels of whole bands, own ones last, or own rows first.
 
     Bands of a group are complete together, so groups are what a parcel holds, a quarter of a shard at most: the link
-    begins with the first. Smaller ones read the weights more often.
+    begins with the first. Smaller ones read the weights more often. Tokens go expert by expert, in groups that end with
+    them: each of their bands is a parcel.
     """
     evenly = problem.operator in ("matmul_all_reduce", TOKENS)
     tile = fused_tile(problem, problem.m // problem.ranks if evenly else min(problem.shards))
     gathers = problem.operator == "all_gather_matmul"
-    bands = _posted_bands(problem, tile)
-    group = group_bands or max(1, min(_MOST_GROUPED, bands // 4))
+    tokens = problem.operator == TOKENS
+    group = group_bands or (_MOST_GROUPED if tokens else max(1, min(_MOST_GROUPED, _posted_bands(problem, tile) // 4)))
+    parcels = _post_parcels(problem, lane, tile, group)
     share = Share(max(1, problem.multiprocessors - _SPARE))
     return Plan(
-        "fused", lane, _post_parcels(problem, lane, tile, group), share, tile, group_bands=group,
+        "fused", lane, parcels, share, tile, group_bands=group,
         own_last=fused.own_last(problem, lane), piece=fused.piece_of(problem.k) if gathers else 1024,
     )  # fmt: skip
 
@@ -126,6 +128,8 @@ def _post_parcels(problem: Problem, lane: str, tile: tuple[int, int], group_band
     bytes. One over `peer`, where tiles do by themselves."""
     if lane == "peer":
         return alike(1)
+    if problem.operator == TOKENS:
+        return alike(posts.PARCELS)  # how many bands there are, the call knows
     bands = _posted_bands(problem, tile)
     width = problem.k if problem.operator == "all_gather_matmul" else problem.n
     parts = max(-(-bands // group_bands), -(-bands * tile[0] * width * problem.item_size // _POSTED_BYTES))
