@@ -120,6 +120,15 @@ def test_chunks_are_large_where_there_is_room(staged: Any, monkeypatch: pytest.M
     assert mib == [(1, 8), (2, 8), (4, 8), (5, 4), (8, 2), (16, 0.5), (64, 0.0625)]
 
 
+def test_functions_are_called_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    library, names = ctypes.CDLL(None), ("usleep", "getpid", "sched_yield")
+    with imported("undertow.fabric.stream_memory", monkeypatch) as module:
+        for own, name in zip(("_to_host", "_to_device", "_write"), names, strict=True):
+            monkeypatch.setattr(module, own, library[name])
+        found = module.entry_points()
+    assert found == tuple(ctypes.addressof(ctypes.c_char.in_dll(library, name)) for name in names)
+
+
 class Serving:
     """A thread that moves what is posted, and how it ended."""
 
