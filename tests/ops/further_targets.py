@@ -136,7 +136,7 @@ def refused(gradients: bool) -> dict[str, str]:
     """The same sentences with gradients as without."""
     group = ut.init()
     x, w = torch.ones(3, 4), torch.ones(4, 5, requires_grad=gradients)
-    narrow = torch.ones(4, 3)
+    narrow, same = torch.ones(4, 3), torch.empty(6, 5)
     attempts: dict[str, Callable[[], object]] = {
         "none": lambda: ut.all_gather_matmul(x, []),
         "bias": lambda: ut.all_gather_matmul(x, [w, w], bias=[torch.ones(5)]),
@@ -146,6 +146,7 @@ def refused(gradients: bool) -> dict[str, str]:
         "no activation": lambda: ut.all_gather_matmul(x, w, activation=None),  # type: ignore[call-overload]
         "shape": lambda: ut.all_gather_matmul(x, [w, torch.ones(3, 5)]),
         "dtype": lambda: ut.all_gather_matmul(x, [w, narrow.bfloat16()]),
+        "outs": lambda: ut.all_gather_matmul(x, [w, w], out=[same, same]),
         "out": lambda: ut.all_gather_matmul(x, [w, w], out=[torch.ones(1, 1), torch.ones(1, 1)]),
     }
     said = {}

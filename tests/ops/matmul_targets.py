@@ -160,6 +160,7 @@ def refused(name: str) -> dict[str, str]:
     group, call = ut.init(), CALLS[name]
     x, w = torch.ones(6, 4), torch.ones(4, 5)
     other = Plan("signaled", "peer", ((0, 99),), tile=(2, 5), order="natural")
+    flat = torch.ones(60)
     found = {
         "inner": sentence(lambda: call(x, torch.ones(3, 5))),
         "dtypes": sentence(lambda: call(x, w.double())),
@@ -170,6 +171,9 @@ def refused(name: str) -> dict[str, str]:
         "out with a gradient": sentence(lambda: call(x.clone().requires_grad_(), w, out=torch.empty(6, 5))),
         "out": sentence(lambda: call(x, w, out=torch.empty(1, 1))),
         "aliased out": sentence(lambda: call(x.expand(6, 4), w, out=x)),
+        "out over bias": sentence(lambda: call(x, w, bias=flat[-5:], out=flat.view(-1, 5))),
+        "out that wants a gradient": sentence(lambda: call(x, w, out=torch.empty(6, 5, requires_grad=True))),
+        "sparse": sentence(lambda: call(x, w.to_sparse())),
         "rows of a plan": sentence(lambda: call(x, w, plan=Plan("chunked", "peer", ((0, 2), (3, 99))))),
         "tiles of a plan": sentence(lambda: call(x, w, plan=other)),
     }

@@ -38,7 +38,8 @@ def test_in_one_graph() -> None:
 @pytest.mark.parametrize("gradients", [False, True])
 def test_refusals_are_one_sentence_and_the_group_goes_on(gradients: bool) -> None:
     for said in ut.launch(targets.refused, 2, device="cpu", args=(gradients,), deadline=20):
-        out = said.pop("out")
+        out, outs = said.pop("out"), said.pop("outs")
+        assert outs.startswith(f"InvalidArgument: out is {'given' if gradients else 'in memory that the call'}")
         assert said == {
             "none": "InvalidArgument: w is no weight, but must be a weight, or several.",
             "bias": "InvalidArgument: bias is 1 of them, but must be one for each of 2 weights.",

@@ -94,7 +94,16 @@ def test_bad_input_is_one_sentence_and_the_group_goes_on(name: str) -> None:
                 "InvalidArgument: out is given, but must be None where gradients are taken or torch traces: call under"
                 " torch.no_grad(), or do it apart."
             ),
-            "aliased out": "InvalidArgument: out is in the storage of x or w, but must be a tensor of its own.",
+            **dict.fromkeys(
+                ("aliased out", "out over bias"),
+                "InvalidArgument: out is in memory that the call has another use for, but must be a tensor of its own.",
+            ),
+            "out that wants a gradient": (
+                "InvalidArgument: out is a tensor that requires a gradient, but must be one that does not."
+            ),
+            "sparse": (
+                "InvalidArgument: w is of layout torch.sparse_coo, but must be dense: w.to_dense() makes it so."
+            ),
             "rows of a plan": (
                 f"InvalidArgument: plan is made for parcels [(0, 2), (3, 99)], but must be made for"
                 f" {99 if name == 'matmul_all_to_all' else rows} rows."

@@ -128,7 +128,9 @@ class Group:
         Made directly, not by `dist.new_group`: that one would need every rank of the job to come along.
         """
         self._gloo_groups += 1
-        store = dist.PrefixStore(f"{purpose}/{self._gloo_groups}", self._store)
+        # A client of its own: connecting waits with the client's lock, and another group, on another thread of this
+        # rank, may have to set what a third waits for.
+        store = dist.PrefixStore(f"{purpose}/{self._gloo_groups}", self._store.clone())  # type: ignore[attr-defined]
         patience = timedelta(seconds=max(60.0, self.deadline))
         made: list[object] = []
         connect = InThread(lambda: made.append(dist.ProcessGroupGloo(store, self.rank, self.size, patience)))

@@ -146,7 +146,7 @@ def call(
     counts = row_counts(rows, x.shape[0], on)
     m, n, k = sum(counts), w.shape[1], x.shape[1]
     check_finish(bias, activation, n, x)
-    y = output(out, (m, n), x, w)
+    y = output(out, (m, n), x, w, bias)
     problem = Problem.of(
         OPERATOR, m, n, k, dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, shards=counts, bulk=on.fabric.bulk_copies,

@@ -130,7 +130,7 @@ def call(
     n, k, experts = w.shape[-1], x.shape[1], w.shape[0] if w.dim() == 3 else None
     check_finish(bias, activation, n, x, experts)
     received = x.new_empty(sum(row[on.rank] for row in tokens.matrix), k)
-    y = output(out, (received.shape[0], n), x, w)
+    y = output(out, (received.shape[0], n), x, w, bias)
     problem = Problem.for_splits(
         tokens.back.matrix, k, n, dtype=dtype_name(x), device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies, experts=tokens.experts, mirrored=True,

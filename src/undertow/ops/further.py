@@ -146,7 +146,9 @@ def call(
     _check(x, weights, biases, activations, on)
     m = sum(row_counts(rows, x.shape[0], on))
     widest = max(range(len(weights)), key=lambda index: weights[index].shape[1])
-    results = [output(place, (m, one.shape[1]), x, one) for place, one in zip(outs, weights, strict=True)]
+    results = list[torch.Tensor]()
+    for place, one in zip(outs, weights, strict=True):
+        results.append(output(place, (m, one.shape[1]), x, one, *weights, *biases, *results))
     others = [index for index in range(len(weights)) if index != widest]
     products = [
         Product(weights[index], results[index], Finish(biases[index], activations[index])) for index in others

@@ -114,7 +114,7 @@ def call(
     check_factors(x, w, on)
     m, n = x.shape[0], w.shape[1]
     check_finish(bias, activation, n, x)
-    y = output(out, (m, n), x, w)
+    y = output(out, (m, n), x, w, bias)
     problem = Problem.of(
         OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies,

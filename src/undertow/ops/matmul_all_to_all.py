@@ -127,7 +127,7 @@ def call(
     n, experts = w.shape[-1], w.shape[0] if w.dim() == 3 else None
     check_finish(bias, activation, n, x, experts)
     matrix = tokens.matrix
-    y = output(out, (sum(row[on.rank] for row in matrix), n), x, w)
+    y = output(out, (sum(row[on.rank] for row in matrix), n), x, w, bias)
     shared = Problem.for_splits(
         matrix, n, x.shape[1], dtype=dtype_name(x), device=x.device.type, multiprocessors=on.fabric.multiprocessors,
         bulk=on.fabric.bulk_copies, experts=tokens.experts,

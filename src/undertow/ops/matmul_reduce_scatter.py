@@ -116,7 +116,7 @@ def call(
         raise InvalidArgument(
             argument="rows", was=str(counts), must="None, as a program cuts rows by torch.tensor_split"
         )
-    y = output(out, (counts[on.rank], n), x, w)
+    y = output(out, (counts[on.rank], n), x, w, bias)
     problem = Problem.of(
         OPERATOR, m, n, x.shape[1], dtype=dtype_name(x), ranks=on.size, device=x.device.type,
         multiprocessors=on.fabric.multiprocessors, shards=counts, bulk=on.fabric.bulk_copies,

@@ -35,6 +35,10 @@ def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = 
             raise InvalidArgument(argument=name, was=f"of shape {list(tensor.shape)}", must=must)
         if tensor.device != group.device:
             raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {group.device}")
+        if tensor.layout != torch.strided:
+            raise InvalidArgument(
+                argument=name, was=f"of layout {tensor.layout}", must=f"dense: {name}.to_dense() makes it so"
+            )
         check_dtype(name, tensor.dtype)
     if w.shape[-2] != x.shape[1]:
         must = f"of {x.shape[1]} rows, as {x_name} has columns"
@@ -43,16 +47,34 @@ def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = 
         raise InvalidArgument(argument="w", was=f"of {w.dtype}", must=f"of {x.dtype}, as {x_name} is")
 
 
-def output(out: torch.Tensor | None, shape: tuple[int, int], x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`out` if it is given and right, else a new tensor."""
+def output(
+    out: torch.Tensor | None, shape: tuple[int, int], x: torch.Tensor, w: torch.Tensor, *others: torch.Tensor | None
+) -> torch.Tensor:
+    """`out` if it is given and right, else a new tensor. `others`: what else the call reads or writes."""
     if out is None:
         return x.new_empty(shape)
-    if any(out.untyped_storage().data_ptr() == one.untyped_storage().data_ptr() for one in (x, w) if one.numel()):
-        raise InvalidArgument(argument="out", was="in the storage of x or w", must="a tensor of its own")
+    if any(_share_memory(out, one) for one in (x, w, *others) if one is not None):
+        raise InvalidArgument(
+            argument="out", was="in memory that the call has another use for", must="a tensor of its own"
+        )
+    if out.requires_grad and torch.is_grad_enabled():
+        raise InvalidArgument(argument="out", was="a tensor that requires a gradient", must="one that does not")
     if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
         was = f"{list(out.shape)} {out.dtype} on {out.device}"
         raise InvalidArgument(argument="out", was=was, must=f"contiguous {list(shape)} {x.dtype} on {x.device}")
     return out
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the spans of memory overlap in which they lie."""
+    if not one.numel() or not other.numel():
+        return False
+    spans = []
+    for tensor in (one, other):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    (first, end), (start, stop) = spans
+    return first < stop and start < end
 
 
 def is_transposed(w: torch.Tensor) -> bool:
