@@ -5,7 +5,8 @@ tiles and interference; no operator is timed for that), then for one shape after
 time is over:
 
 - up to 48 fixed candidates: equal parcels of 1 to 32 waves and so many equal ones, growing, shrinking, chunks, serial,
-  FlashOverlap's rule; beside them what the model takes for best, and what the tuner picks as `auto` does (200 ms);
+  FlashOverlap's rule; a few fused ones that post their tiles; beside them what the model takes for best, and what the
+  tuner picks as `auto` does (200 ms);
 - interleaved, in device time, the slowest rank counts, and a message from every rank to every other, by copy engines,
   lets them begin together; after two rounds of all, those that were clearly slower leave;
 - the matmul alone (cuBLAS, by the clock: ranks' matmuls take the GPU one after the other, and all of them count), the
@@ -61,7 +62,7 @@ ALONE = ("gemm", "communication")
 
 
 def fixed_candidates(problem: Problem, machine: Machine) -> dict[str, Plan]:
-    """At most 48 different plans, and the model's own best."""
+    """At most 48 different plans of waves and chunks, those that post, and the model's own best."""
     found = fixed(problem, machine, LANE)
     frame = found["best"]
     cuts = wave_cuts(problem, frame)
@@ -229,7 +230,7 @@ def summary(shapes: Sequence[dict[str, Any]], link: float, ranks: int) -> list[s
     plans = [(name, plan) for one in shapes for name, plan in one["plans"].items()]
     errors = [abs(plan["predicted"] / plan["measured"] - 1) for _, plan in plans]
     lines = [f"{len(shapes)} shapes, {len(plans)} plans: mean absolute error {statistics.mean(errors) * 100:.1f}%"]
-    for grain in ("serial", "chunked", "signaled"):
+    for grain in sorted({plan["grain"] for _, plan in plans}):
         some = [plan["predicted"] / plan["measured"] - 1 for _, plan in plans if plan["grain"] == grain]
         off, bias = statistics.mean(abs(one) for one in some) * 100, statistics.mean(some) * 100
         lines.append(f"  {grain}: {off:.1f}%, bias {bias:+.1f}%")
