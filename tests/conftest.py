@@ -6,6 +6,7 @@ Of tests that take seconds and have others of their kind, which run every time, 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -46,6 +47,12 @@ NIGHTLY = {
     "tests/sim/test_cluster.py::test_shipped_machines_say_where_numbers_come_from[a100x16]",
     "tests/cli/test_cli.py::test_run_ends_cleanly_when_told_to[15-143]",
 }
+
+
+def pytest_configure() -> None:
+    """A shell ignores Ctrl-C on behalf of what it starts in the background, and so would all that tests start."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

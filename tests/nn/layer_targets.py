@@ -18,7 +18,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 STRATEGY = "chunked:peer"
 
 
-def _same(seed: int = 0) -> ut.Group:
+def same(seed: int = 0) -> ut.Group:
     torch.manual_seed(seed)
     torch.set_default_dtype(torch.float64)
     return ut.init()
@@ -26,7 +26,7 @@ def _same(seed: int = 0) -> ut.Group:
 
 def linears(sequence_parallel: bool) -> bool:
     """Columns into rows, with bias, uneven widths: outputs and all gradients as of two ordinary layers."""
-    group = _same()
+    group = same()
     first, second = torch.nn.Linear(6, 11), torch.nn.Linear(11, 7)
     column = ut.nn.ColumnParallelLinear.from_linear(first, sequence_parallel=sequence_parallel, strategy=STRATEGY)
     row = ut.nn.RowParallelLinear.from_linear(second, sequence_parallel=sequence_parallel, strategy=STRATEGY)
@@ -53,7 +53,7 @@ def linears(sequence_parallel: bool) -> bool:
 
 def several_weights() -> bool:
     """Queries, keys and values as one weight: heads stay whole, the result is three tensors."""
-    group = _same()
+    group = same()
     sizes, unit = (24, 12, 12), (8, 4, 4)  # 3 groups of heads: one rank has two of them
     layer = ut.nn.ColumnParallelLinear(5, sizes, unit=unit, strategy=STRATEGY)
     plain = torch.nn.Linear(5, sum(sizes))
@@ -79,7 +79,7 @@ def several_weights() -> bool:
 
 def attention(sequence_parallel: bool) -> bool:
     """Three groups of two heads of queries and one of keys and values, over ranks that they do not divide by."""
-    group = _same()
+    group = same()
     hidden, heads, kv_heads, width, length = 10, 6, 3, 4, 5
     plain = torch.nn.Linear(hidden, (heads + 2 * kv_heads) * width), torch.nn.Linear(heads * width, hidden)
     options = {"bias": True, "out_bias": True, "sequence_parallel": sequence_parallel, "strategy": STRATEGY}
@@ -113,7 +113,7 @@ def attention(sequence_parallel: bool) -> bool:
 
 
 def mlp(sequence_parallel: bool, gated: bool) -> bool:
-    group = _same()
+    group = same()
     block = ut.nn.TensorParallelMLP(6, 10, gated=gated, sequence_parallel=sequence_parallel, strategy=STRATEGY)
     whole = ut.nn.full_state_dict(block)
     x = torch.randn(6, 6)
@@ -127,7 +127,7 @@ def mlp(sequence_parallel: bool, gated: bool) -> bool:
 
 def experts() -> bool:
     """Against the plain loop over tokens and experts, gradients too; some experts get nothing."""
-    group = _same()
+    group = same()
     layer = ut.nn.ExpertParallelMLP(6, 5, experts=6, top_k=2, strategy=STRATEGY)
     with torch.no_grad():
         layer.router[3] = -layer.router[0]
@@ -182,7 +182,7 @@ PLAN = {"*.inner_in": ut.nn.Column(unit="head_dim"), "*inner_out": ut.nn.Row(uni
 
 def checkpoints() -> bool:
     """Whole to shards and back, shard to shard, and copies that live on."""
-    group = _same()
+    group = same()
     plain = torch.nn.Sequential(Block(), Block())
     whole = {name: one.clone() for name, one in plain.state_dict().items()}
     model = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=STRATEGY)
@@ -216,7 +216,7 @@ def checkpoints() -> bool:
 
 def dtensors() -> bool:
     """In and out as DTensors: the same numbers, and placements that follow."""
-    group = _same()
+    group = same()
     mesh = init_device_mesh("cpu", (group.size,))
     first, second = torch.nn.Linear(6, 8), torch.nn.Linear(8, 6)
     x = torch.randn(4, 6)
@@ -244,7 +244,7 @@ def dtensors() -> bool:
 
 def compiled() -> bool:
     """A block of layers is one graph, forward and backward."""
-    group = _same()
+    group = same()
     block = ut.nn.TensorParallelMLP(6, 8, sequence_parallel=True, strategy=STRATEGY)
     graph = torch.compile(block, fullgraph=True, backend="aot_eager")
     x = torch.randn(3, 6) + group.rank
@@ -261,7 +261,7 @@ def compiled() -> bool:
 
 
 def refusals() -> dict[str, str]:
-    _same()
+    same()
     tied = torch.nn.Sequential(torch.nn.Embedding(8, 8), torch.nn.Linear(8, 8, bias=False))
     tied[1].weight = tied[0].weight
     calls: dict[str, Callable[[], object]] = {
@@ -291,7 +291,7 @@ def refusals() -> dict[str, str]:
 
 
 def attention_refusals() -> list[str]:
-    _same()
+    same()
     said = []
     for given in ((8, 3, 2), (9, 4, None), (8, 4, 1)):
         try:
@@ -309,7 +309,7 @@ def attention_refusals() -> list[str]:
 def no_symmetric_memory() -> str:
     """Ranks that share no memory, as on two machines: the refusal names a lane that works, and auto finds it."""
     os.environ["UNDERTOW_NODE"] = f"node {os.environ['RANK']}"
-    group = _same()
+    group = same()
     layer = ut.nn.RowParallelLinear(4, 4, strategy="signaled:peer")
     try:
         layer(torch.ones(2, 2))

@@ -17,12 +17,14 @@ EXPERTS = {  # inner sizes of nine and five units, which two ranks hold unevenly
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
 }
 STRATEGY = "chunked:peer"
-PLAN = {**ut.nn.TRANSFORMER, "lm_head": ut.nn.Column(gather_output=True)}
+PLAN = {**ut.nn.TRANSFORMER, **ut.nn.VOCABULARY}
+TIED = ("qwen3", "mixtral")  # one weight for the first and the last layer
 
 
 def _model(architecture: str, dtype: torch.dtype, **options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {**SIZES, **HEADS, **EXPERTS.get(architecture, {}), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    sizes["tie_word_embeddings"] = architecture in TIED
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **sizes), **options).to(dtype)
     with torch.no_grad():  # biases and norms begin as constants, which would hide a mistake
         for parameter in model.parameters():
@@ -34,6 +36,7 @@ def same_as_one_rank(architecture: str, dtype: torch.dtype) -> dict[str, Any]:
     """Logits of a prefill, and tokens of a greedy generation with a cache, of the plain model and of its shards."""
     ut.init()
     plain = _model(architecture, dtype).eval()
+    assert (plain.lm_head.weight is plain.model.embed_tokens.weight) == (architecture in TIED)
     model = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=STRATEGY)
     prompt = torch.randint(3, SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(prompt)}
@@ -105,7 +108,8 @@ def round_trip(architecture: str) -> bool:
     ut.init()
     plain = _model(architecture, torch.float32)
     model = ut.nn.parallelize(copy.deepcopy(plain), PLAN)
-    given = {name: torch.randn_like(one) for name, one in plain.state_dict().items()}
+    made: dict[int, torch.Tensor] = {}  # what is tied is the same in a checkpoint
+    given = {name: made.setdefault(one.data_ptr(), torch.randn_like(one)) for name, one in plain.state_dict().items()}
     model.load_state_dict(given)
     again = ut.nn.full_state_dict(model)
     return again.keys() == given.keys() and all(torch.equal(again[name], given[name]) for name in given)

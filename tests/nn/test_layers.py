@@ -84,8 +84,9 @@ def test_refusals() -> None:
                 " out."
             ),
             "tied": (
-                "1.weight is shared by 0.weight, 1.weight, but must be a weight of its own: leave the layer out of the"
-                " plan, or untie it."
+                "1.weight is shared by 0.weight, 1.weight, but must be a weight of its own, or one that all its holders"
+                " cut by rows alike: name each in the plan (ut.nn.Vocabulary, ut.nn.Column), leave all out of it, or"
+                " untie it."
             ),
             "attribute": (
                 "attribute 'heads' around 0.inner_in is None, but must be a whole number: Block has none of that name,"

@@ -4,16 +4,19 @@ from ..ops.embedding_gradients import RowOptimizer
 from ..plan.placement import Table
 from .attention import AttentionProjections
 from .checkpoint import full_state_dict
+from .cross_entropy import cross_entropy
 from .embedding import ShardedEmbeddingBag
 from .experts import ExpertParallelMLP
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import TensorParallelMLP
 from .parallel_experts import TensorParallelExperts
-from .parallelize import TRANSFORMER, Column, Experts, Row, Shared, parallelize
+from .parallelize import TRANSFORMER, VOCABULARY, Column, Experts, Row, Shared, Vocabulary, parallelize
 from .sharded import Sharded
+from .vocabulary import VocabularyParallelEmbedding
 
 __all__ = [
     "TRANSFORMER",
+    "VOCABULARY",
     "AttentionProjections",
     "Column",
     "ColumnParallelLinear",
@@ -28,6 +31,9 @@ __all__ = [
     "Table",
     "TensorParallelExperts",
     "TensorParallelMLP",
+    "Vocabulary",
+    "VocabularyParallelEmbedding",
+    "cross_entropy",
     "full_state_dict",
     "parallelize",
 ]

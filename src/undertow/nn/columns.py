@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
+from ..collective.operators import all_gather
 from ..fabric.registry import named
 
 if TYPE_CHECKING:
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 def gather_columns(y: torch.Tensor, cut: Cut, group: str) -> torch.Tensor:
     """y [..., N_r] -> [..., N], parts in the order of the whole weight."""
     sizes = [sum(cut.sizes(rank)) for rank in range(cut.ranks)]
-    flat = _gather(y.reshape(-1, y.shape[-1]), sizes, group)
+    flat: torch.Tensor = _gather(y.reshape(-1, y.shape[-1]), sizes, group)
+    if len(cut.parts) == 1:
+        return flat.reshape(*y.shape[:-1], cut.parts[0])
     shards = torch.split(flat, sizes, -1)
     cuts = [torch.split(shard, cut.sizes(rank), -1) for rank, shard in enumerate(shards)]
     whole = torch.cat([one[part] for part in range(len(cut.parts)) for one in cuts], -1)
@@ -32,13 +34,10 @@ def gather_columns(y: torch.Tensor, cut: Cut, group: str) -> torch.Tensor:
 @torch.library.custom_op("undertow::gather_columns", mutates_args=())
 def _gather(y: torch.Tensor, sizes: Sequence[int], group: str) -> torch.Tensor:
     """y [M, N_r] of all ranks -> [M, sum of N_r], in rank order."""
-    on = named(group)
-    padded = y.new_zeros(y.shape[0], max(sizes))
-    padded[:, : y.shape[1]] = y
-    parts = [torch.empty_like(padded) for _ in sizes]
-    with on.connected("gathering columns"):
-        dist.all_gather(parts, padded, group=on.process_group)
-    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], 1)
+    counts = [y.shape[0] * size for size in sizes]
+    flat = all_gather(y.reshape(-1), rows=counts, group=named(group))
+    parts = zip(torch.split(flat, counts), sizes, strict=True)
+    return torch.cat([part.view(y.shape[0], size) for part, size in parts], 1)
 
 
 def _shape(y: torch.Tensor, sizes: Sequence[int], group: str) -> torch.Tensor:

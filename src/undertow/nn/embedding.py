@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
+from ..collective.operators import broadcast
 from ..errors import InvalidArgument
 from ..fabric.registry import as_group, named
 from ..ops.bags import POOLINGS, Shard
@@ -162,8 +162,7 @@ class ShardedEmbeddingBag(torch.nn.Module):
                 part = torch.empty(piece.rows, piece.dim, dtype=dtype, device=group.device)
                 if rank == self.rank:
                     part.copy_(self.pieces[number].detach())
-                with group.connected("gathering a checkpoint"):
-                    dist.broadcast(part, group.ranks[rank], group=group.process_group)
+                broadcast(part, root=rank, group=group)
                 _cut(found[self._keys()[piece.table]], piece).copy_(part)
         return found
 

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from ..collective.operators import all_reduce
 from ..errors import InvalidArgument
 from ..fabric.registry import as_group, named
 from ..ops.operands import check_dtype
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallel_experts import TensorParallelExperts, cuts_of
 from .sharded import Cut, Sharded
+from .vocabulary import VocabularyParallelEmbedding, cut_of
 
 if TYPE_CHECKING:
     from .sharded import AnyGroup
@@ -56,6 +57,14 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """An embedding, cut by its rows; what it gives is summed. A last layer with the same weight is a `Column`."""
+
+    unit: Unit = 1
+    optional: Optional = False
+
+
+@dataclass(frozen=True)
 class Experts:
     """Experts held as two tensors, `gate_up_proj` and `down_proj`: each is cut by its inner dimension.
 
@@ -78,7 +87,8 @@ class Shared:
     optional: Optional = False
 
 
-Style = Column | Row | Experts | Shared
+Parted = Column | Row | Vocabulary | Experts
+Style = Parted | Shared
 
 TRANSFORMER: Mapping[str, Style] = {
     "*.q_proj": Column(unit=("head_dim", "num_key_value_groups")),
@@ -95,6 +105,10 @@ TRANSFORMER: Mapping[str, Style] = {
 """For decoders whose layers are named as in Llama (Qwen, Mistral, and with experts Mixtral and others): query heads
 follow their keys."""
 
+VOCABULARY: Mapping[str, Style] = {"*.embed_tokens": Vocabulary(), "lm_head": Column(gather_output=True)}
+"""The first and the last layer of such a model, whether they share their weight or not: {**TRANSFORMER, **VOCABULARY}.
+"""
+
 
 def parallelize(
     model: torch.nn.Module, plan: Mapping[str, Style], *, group: AnyGroup = None, strategy: str = "auto"
@@ -106,7 +120,6 @@ def parallelize(
     """
     on = as_group(group)
     chosen = _chosen(model, plan)
-    _refuse_shared(model, chosen)
     units: dict[str, int] = {}
     for name, style in chosen.items():  # all of them first: what is refused leaves the model as it was
         if style.unit is None:
@@ -117,6 +130,8 @@ def parallelize(
         else:
             with _named(name):
                 _refuse_uncut(model.get_submodule(name), style, units[name], on.size)
+    tied = _tied(model, chosen, units)
+    shards: dict[int, torch.nn.Parameter] = {}  # of what is tied
     for name, style in chosen.items():
         parent, _, child = name.rpartition(".")
         around = model.get_submodule(parent)
@@ -127,7 +142,11 @@ def parallelize(
                     parameter.register_hook(_Sum(on.name))
             continue
         with _named(name):
-            setattr(around, child, _made(layer, style, units[name], on.name, strategy))
+            made = _made(layer, style, units[name], on.name, strategy)
+        for own, whole in layer.named_parameters(recurse=False):
+            if id(whole) in tied:
+                setattr(made, own, shards.setdefault(id(whole), made.get_parameter(own)))
+        setattr(around, child, made)
     return model
 
 
@@ -149,22 +168,25 @@ def _refuse_parts(layer: torch.nn.Module, unit: int, name: str) -> None:
             raise InvalidArgument(argument=f"{name}.{own}", was=f"of {parameter.numel()} elements", must=must)
 
 
-def _refuse_uncut(layer: torch.nn.Module, style: Column | Row | Experts, unit: int, ranks: int) -> None:
+def _refuse_uncut(layer: torch.nn.Module, style: Parted, unit: int, ranks: int) -> None:
     if isinstance(style, Experts):
         cuts_of(layer, unit, ranks)
-        return
-    assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
-    check_dtype("weight", layer.weight.dtype)
-    if isinstance(style, Column):
-        Cut.of("out_features", 0, (layer.out_features,), (unit,), ranks)
+    elif isinstance(style, Vocabulary):
+        assert isinstance(layer, torch.nn.Embedding), "_chosen takes nothing else"
+        cut_of(layer, unit, ranks)
     else:
-        Cut.of("in_features", 1, (layer.in_features,), (unit,), ranks)
+        assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
+        check_dtype("weight", layer.weight.dtype)
+        if isinstance(style, Column):
+            Cut.of("out_features", 0, (layer.out_features,), (unit,), ranks)
+        else:
+            Cut.of("in_features", 1, (layer.in_features,), (unit,), ranks)
 
 
 def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     for pattern, style in plan.items():
-        if not isinstance(style, (Column, Row, Experts, Shared)):
-            must = "a ut.nn.Column, Row, Experts or Shared"
+        if not isinstance(style, Style):
+            must = "a ut.nn.Column, Row, Vocabulary, Experts or Shared"
             raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must=must)
     matches = {pattern: _matched(model, pattern, style) for pattern, style in plan.items()}
     found: dict[str, Style] = {}
@@ -175,6 +197,9 @@ def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
             module = model.get_submodule(name)
             if isinstance(style, (Column, Row)) and not isinstance(module, torch.nn.Linear):
                 must = "a torch.nn.Linear: a narrower pattern leaves it out"
+                raise InvalidArgument(argument=f"{name}, matched by {pattern!r},", was=type(module).__name__, must=must)
+            if isinstance(style, Vocabulary) and type(module) is not torch.nn.Embedding:  # one of its kind adds to it
+                must = "a torch.nn.Embedding: a narrower pattern leaves it out"
                 raise InvalidArgument(argument=f"{name}, matched by {pattern!r},", was=type(module).__name__, must=must)
             found.setdefault(name, style)
     return found
@@ -196,17 +221,32 @@ def _refuse_missing(pattern: str, optional: Optional, matches: Mapping[str, list
     raise InvalidArgument(argument="a pattern of plan", was=repr(pattern), must=must)
 
 
-def _refuse_shared(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
-    """A weight that two modules share cannot be cut for one of them."""
+def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[str, int]) -> set[int]:
+    """Which parameters several modules share that all cut alike. One that is cut for some of them only is refused."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
+    found = set[int]()
     for name in (one for one, style in chosen.items() if not isinstance(style, Shared)):
         for own, parameter in model.get_submodule(name).named_parameters():
             shared = holders[id(parameter)]
-            if len(shared) > 1:
-                must = "a weight of its own: leave the layer out of the plan, or untie it"
+            if len(shared) == 1:
+                continue
+            cuts = {_cuts_rows(chosen, units, *one.rpartition(".")[::2]) for one in shared}
+            if len(cuts) > 1 or None in cuts:
+                must = (
+                    "a weight of its own, or one that all its holders cut by rows alike: name each in the plan"
+                    " (ut.nn.Vocabulary, ut.nn.Column), leave all out of it, or untie it"
+                )
                 raise InvalidArgument(argument=f"{name}.{own}", was=f"shared by {', '.join(shared)}", must=must)
+            found.add(id(parameter))
+    return found
+
+
+def _cuts_rows(chosen: Mapping[str, Style], units: Mapping[str, int], holder: str, own: str) -> int | None:
+    """In which units the plan cuts the rows of a module's weight, if it does."""
+    rows = isinstance(chosen.get(holder), (Column, Vocabulary)) and own == "weight"
+    return units[holder] if rows else None
 
 
 def _unit(unit: Unit, around: torch.nn.Module, name: str) -> int:
@@ -229,15 +269,15 @@ class _Sum:
     group: str
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        on, total = named(self.group), gradient.clone()
-        with on.connected("summing a gradient"):
-            dist.all_reduce(total, group=on.process_group)
-        return total
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), group=named(self.group))
 
 
-def _made(layer: torch.nn.Module, style: Column | Row | Experts, unit: int, group: str, strategy: str) -> Sharded:
+def _made(layer: torch.nn.Module, style: Parted, unit: int, group: str, strategy: str) -> Sharded:
     if isinstance(style, Experts):
         return TensorParallelExperts(layer, group=group, unit=unit, strategy=strategy)
+    if isinstance(style, Vocabulary):
+        assert isinstance(layer, torch.nn.Embedding), "_chosen takes nothing else"
+        return VocabularyParallelEmbedding.from_embedding(layer, group=group, unit=unit, strategy=strategy)
     assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
     if isinstance(style, Row):
         return RowParallelLinear.from_linear(

@@ -81,22 +81,24 @@ def rows_all_reduce(
     weights: Tensors,
     columns: int,
     *,
+    dtype: torch.dtype | None = None,
     group: Group | dist.ProcessGroup | DeviceMesh | str | None = None,
     strategy: str = "auto",
 ) -> torch.Tensor:
-    """`compute(rows, weights)` [M, columns], summed over the ranks of `group`, of the dtype of rows[0].
+    """`compute(rows, weights)` [M, columns], summed over the ranks of `group`, of `dtype`, or else that of rows[0].
 
     With gradients, `compute` is differentiated by autograd, for `rows` and `weights` alone, and every rank must want
     those of the same rows. It must not change in place what its own gradient needs.
     """
+    given, dtype = ("rows[0]", rows[0].dtype) if dtype is None else ("dtype", dtype)
     if torch.compiler.is_compiling():
         name = name_of(group)
         held = [_held_by_all(one, name) if one.is_floating_point() else one for one in rows]
-        total: torch.Tensor = _sum(compute(held, weights).to(rows[0].dtype), name)
+        total: torch.Tensor = _sum(compute(held, weights).to(dtype), name)
         return total
     on = as_group(group)
-    check_dtype("rows[0]", rows[0].dtype)
-    y = rows[0].new_empty(rows[0].shape[0], columns)
+    check_dtype(given, dtype)
+    y = rows[0].new_empty(rows[0].shape[0], columns, dtype=dtype)
     call = _Call(compute, on, _choice(y, on, strategy), strategy)
     if torch.is_grad_enabled() and any(one.requires_grad for one in (*rows, *weights)):
         return _Summed.apply(call, y, len(rows), *rows, *weights)  # type: ignore[no-any-return, no-untyped-call]

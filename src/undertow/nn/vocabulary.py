@@ -1,0 +1,120 @@
+"""An embedding of which every rank holds the rows of its part of the vocabulary.
+
+    reference:  y = weight[ids]                    backward: dweight[ids] += dy
+
+| tensor | shape on rank r |
+|---|---|
+| weight_r | [V_r, H]: the rows from `first` on |
+| ids | [...], the same on all ranks |
+| y | [..., H], the same on all ranks |
+
+Each rank looks up what it has, and zeros in the place of the rest, so the sum over ranks is the row itself, to the bit.
+The gradient of a row stays where the row is; nothing moves in the backward pass. There is next to no computation that
+the sum could be hidden beneath, so it is `serial`, over the lane that was asked for.
+
+A last layer that has the same weight (tied) is cut alike, by columns of its result: `parallelize` keeps the two one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import settings
+from ..errors import InvalidArgument
+from ..ops.operands import check_dtype
+from ..ops.rows_all_reduce import Tensors, rows_all_reduce
+from .sharded import Cut, Sharded
+
+if TYPE_CHECKING:
+    from .sharded import AnyGroup
+
+_INDEX_TYPES = (torch.int32, torch.int64)
+
+
+class VocabularyParallelEmbedding(Sharded):
+    """y = weight[ids], the weight [V, H] cut by rows. `unit`: rows that stay together."""
+
+    weight: torch.nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: AnyGroup = None,
+        unit: int = 1,
+        strategy: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_dtype("dtype", dtype or torch.get_default_dtype())
+        whole = torch.nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._cut_from(whole, group, unit, strategy)
+
+    @classmethod
+    def from_embedding(
+        cls, embedding: torch.nn.Embedding, *, group: AnyGroup = None, unit: int = 1, strategy: str = "auto"
+    ) -> VocabularyParallelEmbedding:
+        """This rank's part of an embedding that every rank holds."""
+        made = cls.__new__(cls)
+        made._cut_from(embedding, group, unit, strategy)
+        return made
+
+    def _cut_from(self, whole: torch.nn.Embedding, group: AnyGroup, unit: int, strategy: str) -> None:
+        lane = strategy.partition(":")[2]
+        super().__init__(group, f"serial:{lane}" if lane else "auto")
+        cut = cut_of(whole, unit, self.ranks)
+        self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.padding_idx = whole.padding_idx  # of the whole; torch has made it one that counts from the front
+        self.first = cut.bounds(0, self.rank)[0]
+        self.add_sharded("weight", whole.weight, cut, whole.weight.requires_grad)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """ids [...], of 32 or 64 bits, the same on all ranks -> [..., H]."""
+        if ids.dtype not in _INDEX_TYPES:
+            raise InvalidArgument(argument="ids", was=f"of {ids.dtype}", must="of torch.int32 or torch.int64")
+        if not torch.compiler.is_compiling() and (ids.device.type == "cpu" or settings.CHECK.is_on()):
+            self._check(ids)
+        y = rows_all_reduce(
+            self._look_up, (ids.reshape(-1),), (self.weight,), self.embedding_dim, dtype=self.weight.dtype,
+            group=self.group_name, strategy=self.strategy,
+        )  # fmt: skip
+        return y.reshape(*ids.shape, self.embedding_dim)
+
+    def _check(self, ids: torch.Tensor) -> None:
+        """What needs a look at the numbers. The same on all ranks, so all refuse or none."""
+        wrong = torch.nonzero(((ids < 0) | (ids >= self.num_embeddings)).reshape(-1))
+        if len(wrong):
+            was, must = int(ids.reshape(-1)[wrong[0]]), f"between 0 and {self.num_embeddings - 1}"
+            raise InvalidArgument(argument=f"ids.view(-1)[{int(wrong[0])}]", was=was, must=must)
+
+    def _look_up(self, rows: Tensors, weights: Tensors) -> torch.Tensor:
+        """Rows of this rank; zeros for those of others."""
+        (ids,), (weight,) = rows, weights
+        held = weight.shape[0]
+        here = ids - self.first
+        mine = (here >= 0) & (here < held)
+        # Where nobody looks at the numbers, one that no rank has is beyond every shard: the lookup fails on all ranks
+        # alike, as that of a whole table would.
+        known = (ids >= 0) & (ids < self.num_embeddings)
+        at = torch.where(mine, here, torch.where(known, 0, held))
+        padding = None if self.padding_idx is None else self.padding_idx - self.first
+        if padding is not None and not 0 <= padding < held:
+            padding = None
+        return torch.nn.functional.embedding(at, weight, padding).masked_fill(~mine[:, None], 0)
+
+    def extra_repr(self) -> str:
+        held = f"{self.num_embeddings} of which {self.weight.shape[0]}"
+        return f"{held}, {self.embedding_dim}, rank {self.rank}/{self.ranks}"
+
+
+def cut_of(embedding: torch.nn.Embedding, unit: int, ranks: int) -> Cut:
+    """What this layer would not do as the whole one does is refused."""
+    for name, usual in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+        if getattr(embedding, name) != usual:
+            raise InvalidArgument(argument=name, was=repr(getattr(embedding, name)), must=f"{usual}, to be cut by rows")
+    check_dtype("weight", embedding.weight.dtype)
+    return Cut.of("num_embeddings", 0, (embedding.num_embeddings,), (unit,), ranks)
