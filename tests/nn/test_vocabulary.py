@@ -46,6 +46,8 @@ def test_a_tied_weight_that_is_not_cut_alike() -> None:
             f"3.weight {shared}",
             f"0.weight {shared}",
             f"0.weight {shared}",
+            "3.weight is shared by 0.weight, 3.weight, but must be a weight of its own: leave the layer out of the"
+            " plan, or untie it.",
             "1, matched by '1', is Linear, but must be a torch.nn.Embedding: a narrower pattern leaves it out.",
         ]
 

@@ -119,7 +119,7 @@ def tied_refusals() -> list[str]:
     said = []
     for plan in (
         {"0": ut.nn.Vocabulary()}, {"3": ut.nn.Column()}, {**TIED, "3": ut.nn.Row()},
-        {**TIED, "0": ut.nn.Vocabulary(unit=13)}, {"1": ut.nn.Vocabulary()},
+        {**TIED, "0": ut.nn.Vocabulary(unit=13)}, {"3": ut.nn.Row()}, {"1": ut.nn.Vocabulary()},
     ):  # fmt: skip
         model = _language_model()
         try:

@@ -234,10 +234,12 @@ def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[st
                 continue
             cuts = {_cuts_rows(chosen, units, *one.rpartition(".")[::2]) for one in shared}
             if len(cuts) > 1 or None in cuts:
-                must = (
-                    "a weight of its own, or one that all its holders cut by rows alike: name each in the plan"
-                    " (ut.nn.Vocabulary, ut.nn.Column), leave all out of it, or untie it"
-                )
+                must = "a weight of its own: leave the layer out of the plan, or untie it"
+                if isinstance(chosen[name], (Column, Vocabulary)):
+                    must = (
+                        "a weight of its own, or one that all its holders cut by rows alike: name each in the plan"
+                        " (ut.nn.Vocabulary, ut.nn.Column), leave all out of it, or untie it"
+                    )
                 raise InvalidArgument(argument=f"{name}.{own}", was=f"shared by {', '.join(shared)}", must=must)
             found.add(id(parameter))
     return found
