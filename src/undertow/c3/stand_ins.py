@@ -56,8 +56,8 @@ class HostCopies:
         self._device = group.device
         self.leaving = torch.empty(half, dtype=torch.int32, device=group.device)
         self.arrived = torch.empty_like(self.leaving)
-        self._left = torch.empty(half, dtype=torch.int32, pin_memory=True)
-        self._waiting = torch.arange(half, dtype=torch.int32).pin_memory()
+        self._left = torch.empty(half, dtype=torch.int32, device="cpu", pin_memory=True)
+        self._waiting = torch.arange(half, dtype=torch.int32, device="cpu").pin_memory()
         self._second = stream_memory.new_stream(group.device, priority=-1)
         self.fill()
 

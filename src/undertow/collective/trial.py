@@ -69,7 +69,7 @@ class Trial:
 
         def memory(buffer: int) -> torch.Tensor:
             if symmetric is None:
-                return torch.empty(mine[buffer], dtype=dtype)
+                return torch.empty(mine[buffer], dtype=dtype, device="cpu")
             self._symmetric.append(symmetric(max(1, *counts[buffer]), dtype))  # equally large everywhere
             return self._symmetric[-1].local[: mine[buffer]]
 
@@ -109,7 +109,7 @@ class Trial:
         expected, known = self._expected
         found = [("output", self._memory[OUTPUT], expected, known)]
         if self._keeps_input:
-            found.append(("input", self._memory[INPUT], self._given, torch.tensor(True)))
+            found.append(("input", self._memory[INPUT], self._given, torch.tensor(True, device="cpu")))
         count, said = 0, ""
         for name, memory, wanted, judged in found:
             wrong = torch.nonzero((memory != wanted) & judged).flatten()
@@ -136,7 +136,7 @@ class Trial:
         most = min(_MOST, _EXACT_INTEGERS.get(self.dtype, 1 << 24) // self.contract.ranks)
         count = int(self._places(rank, INPUT)[-1])
         generator = torch.Generator().manual_seed(1 + rank)
-        return torch.randint(0, max(2, most), (count,), generator=generator, dtype=self.dtype)
+        return torch.randint(0, max(2, most), (count,), generator=generator, dtype=self.dtype, device="cpu")
 
     @cached_property
     def _given(self) -> torch.Tensor:
@@ -148,8 +148,8 @@ class Trial:
         contract = self.contract
         places = self._places(self.rank, OUTPUT)
         wanted = contract.after[contract.first_output[self.rank] : contract.first_output[self.rank + 1]]
-        out = torch.zeros(int(places[-1]), dtype=self.dtype)
-        known = torch.zeros(len(out), dtype=torch.bool)
+        out = torch.zeros(int(places[-1]), dtype=self.dtype, device="cpu")
+        known = torch.zeros(len(out), dtype=torch.bool, device="cpu")
         parts = [
             (int(item), chunk)
             for chunk, total in enumerate(wanted)

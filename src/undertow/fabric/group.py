@@ -179,12 +179,13 @@ class Group:
     def _gather(self, mine: bytes, purpose: str) -> list[bytes]:
         """Every rank's bytes by Gloo: between nodes, and where they are too long for a board."""
         payload = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self.complete(lambda: self.control.allgather([sizes], [torch.tensor([payload.numel()])]), purpose)
+        sizes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        length = torch.tensor([payload.numel()], device="cpu")
+        self.complete(lambda: self.control.allgather([sizes], [length]), purpose)
         longest = max(int(size) for size in sizes)
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: payload.numel()] = payload
-        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        parts = [torch.zeros_like(padded) for _ in range(self.size)]
         self.complete(lambda: self.control.allgather([parts], [padded]), purpose)
         return [bytes(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
 

@@ -132,7 +132,11 @@ class NetLane(Lane):
 
     def expect(self, peer: int, buffer: SymmetricBuffer, start: int, count: int, slot: int) -> None:
         """Let what `peer` sends to `slot` come in from now on; `receive` then waits for it. One message a slot."""
-        host = torch.empty(count, dtype=buffer.dtype) if self._on_device else self._view(buffer, start, count)
+        host = (
+            torch.empty(count, dtype=buffer.dtype, device="cpu")
+            if self._on_device
+            else self._view(buffer, start, count)
+        )
         self._expected[peer, slot] = self._start_receiving(peer, host, slot), host
 
     def _start_receiving(self, peer: int, host: torch.Tensor, slot: int) -> dist.Work:
@@ -156,7 +160,7 @@ class NetLane(Lane):
         views = [one.place() for one in incoming]
         works = []
         for one, view in zip(incoming, views, strict=True):
-            host = torch.empty(view.shape, dtype=view.dtype) if self._on_device else view
+            host = torch.empty(view.shape, dtype=view.dtype, device="cpu") if self._on_device else view
             works.append((self._start_receiving(one.peer, host, one.slot), host))
         for (work, host), view in zip(works, views, strict=True):
             self._finish(work, "receive")

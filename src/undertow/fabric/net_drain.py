@@ -49,7 +49,9 @@ class NetDrain(OneByOne):
         self._on_device = proxy.on_device
         if proxy.on_device:
             self._out, self._in = proxy.copies().out, proxy.copies().into
-            self._leaving, self._arriving = (torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+            self._leaving, self._arriving = (
+                torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)
+            )
         self._parted = threading.Event()
         self._receiver = threading.Thread(target=self._receive, name="undertow-proxy-net", daemon=True)
         self._receiver.start()
@@ -64,7 +66,7 @@ class NetDrain(OneByOne):
             self._signal(post.signal_index)
             return
         with self._group.connected("the proxy's send"):
-            self._wire.send([torch.tensor(header)], to, _HEADER_TAG).wait()
+            self._wire.send([torch.tensor(header, device="cpu")], to, _HEADER_TAG).wait()
             for first, size in _pieces(post.byte_count):
                 host = self._on_host(post.source_buffer, post.source_offset + first, size)
                 self._wire.send([host], to, _BYTES_TAG).wait()
@@ -112,7 +114,7 @@ class NetDrain(OneByOne):
     def _receive_until_goodbye(self) -> None:
         for _ in range(self._group.size - 1):
             while True:
-                header = torch.zeros(_FIELDS, dtype=torch.int64)
+                header = torch.zeros(_FIELDS, dtype=torch.int64, device="cpu")
                 work = self._wire.recv_anysource([header], _HEADER_TAG)
                 work.wait(_EVER)
                 fields = [int(one) for one in header]
@@ -145,7 +147,7 @@ class NetDrain(OneByOne):
         if self._parted.is_set():
             return
         self._parted.set()
-        goodbye = torch.tensor([_GOODBYE] + [0] * (_FIELDS - 1))
+        goodbye = torch.tensor([_GOODBYE] + [0] * (_FIELDS - 1), device="cpu")
         for rank in range(self._group.size):
             if rank == self._group.rank:
                 continue

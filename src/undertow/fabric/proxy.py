@@ -97,7 +97,7 @@ class Proxy(Service):
         self._segment: Segment | None = None
         self._copies: Copies | None = None
         if self.on_device:
-            words = torch.zeros(size // ring_layout.WORD_BYTES, dtype=torch.int64, pin_memory=True)
+            words = torch.zeros(size // ring_layout.WORD_BYTES, dtype=torch.int64, device="cpu", pin_memory=True)
             #: counter of tickets, in device memory because not every link has atomics
             self.head = torch.zeros(1, dtype=torch.int32, device=fabric.group.device)
             self._copies = self._make_copies(fabric)
@@ -105,7 +105,7 @@ class Proxy(Service):
         else:
             self._segment = Segment.create(size, "a proxy ring")
             words = self._segment.tensor(0, (size // ring_layout.WORD_BYTES,), torch.int64)
-            self.head = torch.zeros(1, dtype=torch.int32)
+            self.head = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.posts = PostRing(self.group, words, capacity, signals)
         self._stop = np.zeros(1, np.int32)
         self.stop_address = int(self._stop.ctypes.data)  # of a word that is set when the proxy is to end

@@ -73,7 +73,7 @@ class Segment:
         """A tensor over bytes `offset` onward. It keeps the mapping alive by itself."""
         count = prod(shape)
         if count == 0:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=offset).view(shape)
 
     def close(self) -> None:

@@ -58,7 +58,7 @@ class StreamGuard:
         self._group = group
         self._device = group.device
         step = WORD_STRIDE // 4
-        self._words = torch.zeros((2 + _STREAMS) * step, dtype=torch.int32, pin_memory=True)
+        self._words = torch.zeros((2 + _STREAMS) * step, dtype=torch.int32, device="cpu", pin_memory=True)
         self.abort, self.error = self._words[0:1], self._words[step : step + 1]
         self._busy_of: dict[int, int] = {}  # stream handle -> address of its word
         self._stream = stream_memory.new_stream(self._device, priority=-1)

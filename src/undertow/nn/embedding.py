@@ -91,7 +91,7 @@ class ShardedEmbeddingBag(torch.nn.Module):
         for block in range(piece.first_row // _BLOCK, -(-last // _BLOCK)):
             first = block * _BLOCK
             seed = hash((torch.initial_seed(), piece.table, block)) % (1 << 62)  # integers: everywhere the same
-            rows = torch.empty(min(_BLOCK, table.rows - first), table.dim)
+            rows = torch.empty(min(_BLOCK, table.rows - first), table.dim, dtype=torch.float32, device="cpu")
             rows.uniform_(-1, 1, generator=torch.Generator().manual_seed(seed)).mul_(table.rows**-0.5)
             begin, end = max(first, piece.first_row), min(first + len(rows), last)
             found[begin - piece.first_row : end - piece.first_row] = rows[begin - first : end - first, columns]

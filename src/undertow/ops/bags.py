@@ -57,7 +57,11 @@ class Bags:
             (table.data_ptr(), piece.rows, piece.dim, table.stride(0), piece.first_row)
             for table, piece in zip(self.tables, self.pieces, strict=True)
         ]
-        weights = torch.empty(0, dtype=dtype) if self.weights is None else self.weights.detach().to(dtype).contiguous()
+        weights = (
+            torch.empty(0, dtype=dtype, device="cpu")
+            if self.weights is None
+            else self.weights.detach().to(dtype).contiguous()
+        )
         numbers = self.values.long().numpy(), self.offsets.long().numpy()
         return np.array(about, np.int64), *numbers, weights.numpy()
 
@@ -205,11 +209,11 @@ def _pooled(
     local = values.long() - piece.first_row
     here = (local >= 0) & (local < piece.rows)
     lengths = (offsets[1:] - offsets[:-1]).long()
-    bag = torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=len(local))
+    bag = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=len(local))
     rows = table.detach()[local[here]].float()
     if weights is not None:
         rows *= weights.detach()[here, None].float()
-    found = torch.zeros(len(lengths), piece.dim).index_add_(0, bag[here], rows)
+    found = torch.zeros(len(lengths), piece.dim, dtype=rows.dtype, device=rows.device).index_add_(0, bag[here], rows)
     return found / lengths.clamp(min=1)[:, None] if pooling == "mean" else found
 
 

@@ -64,24 +64,24 @@ def reference(
     pooling: str = "sum",
 ) -> list[torch.Tensor]:
     """The meaning, as a plain loop: what every rank gets. Arguments are those of ranks 0, 1, ...: whole tables."""
-    samples, rows = sum(batches), []
+    samples, rows, device = sum(batches), [], values[0].device
     for sample in range(samples):
         parts = []
         for rank, held in enumerate(tables):
             for number, table in enumerate(held):
                 bag = number * samples + sample
                 begin, end = int(offsets[rank][bag]), int(offsets[rank][bag + 1])
-                total = torch.zeros(table.shape[1], dtype=torch.float64)
+                total = torch.zeros(table.shape[1], dtype=torch.float64, device=device)
                 for place in range(begin, end):
                     scale = 1.0 if weights is None else float(weights[rank][place])
                     total += scale * table[int(values[rank][place])].double()
                 if pooling == "mean" and end > begin:
                     total /= end - begin
                 parts.append(total)
-        rows.append(torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64))
+        rows.append(torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device=device))
     width = sum(table.shape[1] for held in tables for table in held)
     dtype = next((table.dtype for held in tables for table in held), torch.float32)
-    whole = torch.stack(rows).to(dtype) if rows else torch.zeros(0, width, dtype=dtype)
+    whole = torch.stack(rows).to(dtype) if rows else torch.zeros(0, width, dtype=dtype, device=device)
     return list(torch.split(whole, list(batches)))
 
 

@@ -171,7 +171,9 @@ def dense(table: torch.Tensor, rows: torch.Tensor, parts: torch.Tensor) -> torch
 
 
 def sparse(table: torch.Tensor, rows: torch.Tensor, parts: torch.Tensor) -> torch.Tensor:
-    return torch.sparse_coo_tensor(rows[None], parts.to(table.dtype), table.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows[None], parts.to(table.dtype), table.shape, device=table.device, check_invariants=False
+    )
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,9 @@ def _sum_on_cpu(
     if len(parts) == 2 and bias is None and activation == "none":
         torch.add(parts[0], parts[1], out=out)  # two 16-bit numbers: in fp32 and rounded once, too
         return
-    total = torch.empty(min(_BLOCK, out.numel()), dtype=torch.float32 if out.dtype in _HALVES else out.dtype)
+    total = torch.empty(
+        min(_BLOCK, out.numel()), dtype=torch.float32 if out.dtype in _HALVES else out.dtype, device=out.device
+    )
     for start in range(0, out.numel(), _BLOCK):
         block = slice(start, min(start + _BLOCK, out.numel()))
         here = total[: block.stop - start].copy_(parts[0][block])

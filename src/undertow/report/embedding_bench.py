@@ -97,11 +97,11 @@ def bags_of(group: Group, shape: Shape, rank: int, pieces: tuple[Piece, ...]) ->
     generator = torch.Generator().manual_seed(1 + rank)
     dtype, samples = getattr(torch, shape.dtype), shape.batch * group.size
     tables = tuple(
-        torch.randint(-1, 2, (shape.rows, shape.dim), generator=generator).to(group.device, dtype)
+        torch.randint(-1, 2, (shape.rows, shape.dim), generator=generator, device="cpu").to(group.device, dtype)
         for _ in range(shape.tables)
     )
     count = shape.tables * samples * shape.pooling
-    values = torch.randint(0, shape.rows, (count,), generator=generator).to(group.device)
+    values = torch.randint(0, shape.rows, (count,), generator=generator, device="cpu").to(group.device)
     offsets = torch.arange(0, count + 1, shape.pooling, device=group.device)
     return Bags(tables, pieces, values, offsets, None, "sum", samples)
 
