@@ -173,6 +173,24 @@ def orderly_job(folder: str) -> None:
         write_whole(Path(folder) / "still-whole", "yes")
 
 
+def a_store_that_does_not_answer() -> tuple[float, str]:
+    """Its host is gone: a lane that is opened then ends at the deadline. How long that took, and what was said."""
+    group = ut.init()
+
+    class Silent(dist.Store):
+        def clone(self) -> dist.Store:
+            time.sleep(20)
+            raise AssertionError("nobody waits so long")
+
+    group._store = Silent()
+    began = time.monotonic()
+    try:
+        group.gloo("lane net")
+    except RankLost as error:
+        return time.monotonic() - began, str(error)
+    return 0.0, "it was opened"
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "orderly":
         orderly_job(sys.argv[2])

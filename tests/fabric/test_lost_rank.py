@@ -310,3 +310,9 @@ def test_ranks_that_end_in_order_are_not_lost(folder: str, traces: Traces) -> No
     finally:
         job.close()
     traces.assert_none()
+
+
+def test_a_store_that_does_not_answer() -> None:
+    took, said = ut.launch(targets.a_store_that_does_not_answer, 1, device="cpu", deadline=2)[0]
+    assert said == "Rank unknown of group 0 is lost: connecting did not complete in 2 s."
+    assert took < LIMIT

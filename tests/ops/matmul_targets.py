@@ -174,6 +174,8 @@ def refused(name: str) -> dict[str, str]:
         "out over bias": sentence(lambda: call(x, w, bias=flat[-5:], out=flat.view(-1, 5))),
         "out that wants a gradient": sentence(lambda: call(x, w, out=torch.empty(6, 5, requires_grad=True))),
         "sparse": sentence(lambda: call(x, w.to_sparse())),
+        "sparse bias": sentence(lambda: call(x, w, bias=torch.ones(5).to_sparse())),
+        "sparse out": sentence(lambda: call(x, w, out=torch.ones(6, 5).to_sparse())),
         "rows of a plan": sentence(lambda: call(x, w, plan=Plan("chunked", "peer", ((0, 2), (3, 99))))),
         "tiles of a plan": sentence(lambda: call(x, w, plan=other)),
     }

@@ -109,11 +109,22 @@ def refusals() -> dict[str, str]:
     x, w = torch.ones(6, 4), torch.ones(4, 5)
     call = ut.matmul_all_reduce
     norm = torch.nn.RMSNorm(5).requires_grad_(False)
-    out = torch.empty(6, 5)
+    out, two = torch.empty(6, 5), torch.zeros(2, 6, 5)
+    wide, square = torch.ones(5, 5), torch.ones(6, 6)
+    other = torch.nn.RMSNorm(5).requires_grad_(False)
+    other.weight.data = wide[2]
+    few = torch.nn.RMSNorm(5).requires_grad_(False)
+    few.weight.data = out[3]
     found = {
         "shape": sentence(lambda: call(x, w, residual=torch.ones(5, 6))),
         "dtype": sentence(lambda: call(x, w, residual=torch.ones(6, 5).double())),
         "aliased": sentence(lambda: call(x, w, residual=out, out=out)),
+        "over x": sentence(
+            lambda: call(square, torch.ones(6, 6), residual=square, norm=torch.nn.RMSNorm(6, elementwise_affine=False))
+        ),
+        "over the norm": sentence(lambda: call(torch.ones(5, 5), torch.ones(5, 5), residual=wide, norm=other)),
+        "half of out": str(bool((call(x, w, residual=two[0], out=two[1]) == 4 * group.size).all())),
+        "out over the norm": sentence(lambda: call(x, w, norm=few, out=out)),
         "gradient": sentence(lambda: call(x, w, residual=torch.ones(6, 5).requires_grad_(), norm=norm)),
         "kind": sentence(lambda: call(x, w, norm=torch.nn.Linear(5, 5))),
         "width": sentence(lambda: call(x, w, norm=torch.nn.LayerNorm(6))),

@@ -40,7 +40,15 @@ def test_bad_input_is_one_sentence_and_the_group_goes_on() -> None:
                 "InvalidArgument: residual is [6, 5] torch.float64 on cpu, but must be contiguous [6, 5] torch.float32"
                 " on cpu, as the result."
             ),
-            "aliased": "InvalidArgument: residual is in the storage of out, but must be a tensor of its own.",
+            **dict.fromkeys(
+                ("aliased", "over x", "over the norm"),
+                "InvalidArgument: residual is in memory that the call has another use for, but must be a tensor of its"
+                " own.",
+            ),
+            "half of out": "True",
+            "out over the norm": (
+                "InvalidArgument: out is in memory that the call has another use for, but must be a tensor of its own."
+            ),
             "gradient": (
                 "InvalidArgument: norm is given, but must be None where gradients are taken or torch traces: call under"
                 " torch.no_grad(), or do it apart."

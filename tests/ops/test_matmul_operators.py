@@ -101,9 +101,13 @@ def test_bad_input_is_one_sentence_and_the_group_goes_on(name: str) -> None:
             "out that wants a gradient": (
                 "InvalidArgument: out is a tensor that requires a gradient, but must be one that does not."
             ),
-            "sparse": (
-                "InvalidArgument: w is of layout torch.sparse_coo, but must be dense: w.to_dense() makes it so."
-            ),
+            **{
+                f"sparse{'' if name == 'w' else f' {name}'}": (
+                    f"InvalidArgument: {name} is of layout torch.sparse_coo, but must be dense: {name}.to_dense() makes"
+                    " it so."
+                )
+                for name in ("w", "bias", "out")
+            },
             "rows of a plan": (
                 f"InvalidArgument: plan is made for parcels [(0, 2), (3, 99)], but must be made for"
                 f" {99 if name == 'matmul_all_to_all' else rows} rows."

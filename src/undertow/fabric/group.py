@@ -128,13 +128,16 @@ class Group:
         Made directly, not by `dist.new_group`: that one would need every rank of the job to come along.
         """
         self._gloo_groups += 1
-        # A client of its own: connecting waits with the client's lock, and another group, on another thread of this
-        # rank, may have to set what a third waits for.
-        store = dist.PrefixStore(f"{purpose}/{self._gloo_groups}", self._store.clone())  # type: ignore[attr-defined]
-        patience = timedelta(seconds=max(60.0, self.deadline))
+        name, patience = f"{purpose}/{self._gloo_groups}", timedelta(seconds=max(60.0, self.deadline))
         made: list[object] = []
-        connect = InThread(lambda: made.append(dist.ProcessGroupGloo(store, self.rank, self.size, patience)))
-        self.complete(lambda: connect, "connecting")
+
+        def connect() -> None:
+            # A client of its own: connecting waits with the client's lock, and another group, on another thread of this
+            # rank, may have to set what a third waits for.
+            store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
+            made.append(dist.ProcessGroupGloo(store, self.rank, self.size, patience))
+
+        self.complete(lambda: InThread(connect), "connecting")
         # torch's stubs leave a backend's calls out; they are the ones of a ProcessGroup.
         return cast(dist.ProcessGroup, made[0])
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import InvalidArgument
 from ..fabric import timeline
 from .norm import After, unpack
+from .operands import check_dense
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -123,7 +124,10 @@ def check_finish(
     wanted = (columns,) if experts is None else (experts, columns)
     if activation not in ACTIVATIONS:
         raise InvalidArgument(argument="activation", was=repr(activation), must=f"one of {', '.join(ACTIVATIONS)}")
-    if bias is not None and (tuple(bias.shape) != wanted or bias.dtype != like.dtype or bias.device != like.device):
+    if bias is None:
+        return
+    check_dense("bias", bias)
+    if tuple(bias.shape) != wanted or bias.dtype != like.dtype or bias.device != like.device:
         was = f"{list(bias.shape)} {bias.dtype} on {bias.device}"
         raise InvalidArgument(argument="bias", was=was, must=f"{list(wanted)} {like.dtype} on {like.device}")
 

@@ -120,7 +120,7 @@ def call(
         multiprocessors=on.fabric.multiprocessors, bulk=on.fabric.bulk_copies,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    after = After.of(residual, norm, y)
+    after = After.of(residual, norm, y, x, w, bias)
     same_on_all = f"M {m}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}{after.text if after else ''}"
 
     def execute(chosen: Plan, lane: Lane) -> None:

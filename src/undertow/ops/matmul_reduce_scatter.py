@@ -123,7 +123,7 @@ def call(
         together=on.fabric.together,
     )  # fmt: skip
     shape = f"x {list(x.shape)}, w {list(w.shape)}, {dtype_name(x)}"
-    after = After.of(residual, norm, y)
+    after = After.of(residual, norm, y, x, w, bias)
     cut = "" if rows is None else f" in {counts}"
     same_on_all = f"M {m}{cut}, N {n}, {dtype_name(x)}{finish_text(bias, activation)}{after.text if after else ''}"
     if beside is not None and beside.gathers is not None:  # on a rank without it, others would wait, or use old rows

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
+from .operands import check_apart, check_dense
 
 _HALVES = (torch.float16, torch.bfloat16)
 _BLOCK_BYTES = 128 << 10  # of rows that are finished at a time on a CPU
@@ -56,14 +57,20 @@ class After:
     norm: torch.nn.RMSNorm | torch.nn.LayerNorm | None
 
     @staticmethod
-    def of(residual: torch.Tensor | None, norm: torch.nn.Module | None, y: torch.Tensor) -> After | None:
-        """Checked against the result `y`; None where nothing follows."""
+    def of(
+        residual: torch.Tensor | None, norm: torch.nn.Module | None, y: torch.Tensor, *factors: torch.Tensor | None
+    ) -> After | None:
+        """Checked against the result `y` and what it is made of; None where nothing follows."""
         if residual is None and norm is None:
             return None
         if residual is not None:
             _check_residual(residual, y)
+            check_apart("residual", residual, y)
         if norm is not None:
             _check_norm(norm, y)
+            check_apart("out", y, *_vectors(norm))
+            if residual is not None:  # which h overwrites
+                check_apart("residual", residual, *factors, *_vectors(norm))
         return After(residual, norm)  # type: ignore[arg-type]
 
     @property
@@ -204,6 +211,7 @@ def _vectors(norm: torch.nn.Module | None) -> tuple[torch.Tensor | None, torch.T
 
 
 def _check_residual(residual: torch.Tensor, y: torch.Tensor) -> None:
+    check_dense("residual", residual)
     if (
         residual.shape != y.shape
         or residual.dtype != y.dtype
@@ -214,8 +222,6 @@ def _check_residual(residual: torch.Tensor, y: torch.Tensor) -> None:
         raise InvalidArgument(
             argument="residual", was=was, must=f"contiguous {list(y.shape)} {y.dtype} on {y.device}, as the result"
         )
-    if residual.numel() and residual.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
-        raise InvalidArgument(argument="residual", was="in the storage of out", must="a tensor of its own")
 
 
 def _check_norm(norm: torch.nn.Module, y: torch.Tensor) -> None:

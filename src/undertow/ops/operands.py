@@ -23,6 +23,12 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     raise InvalidArgument(argument=name, was=f"of {dtype}", must=f"one of {must}")
 
 
+def check_dense(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        must = f"dense: {name}.to_dense() makes it so"
+        raise InvalidArgument(argument=name, was=f"of layout {tensor.layout}", must=must)
+
+
 def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = "x", grouped: bool = False) -> None:
     """x [M, K] and w [K, N], of any strides, on the group's device, of one dtype.
 
@@ -35,10 +41,7 @@ def check_factors(x: torch.Tensor, w: torch.Tensor, group: Group, x_name: str = 
             raise InvalidArgument(argument=name, was=f"of shape {list(tensor.shape)}", must=must)
         if tensor.device != group.device:
             raise InvalidArgument(argument=name, was=f"on {tensor.device}", must=f"on {group.device}")
-        if tensor.layout != torch.strided:
-            raise InvalidArgument(
-                argument=name, was=f"of layout {tensor.layout}", must=f"dense: {name}.to_dense() makes it so"
-            )
+        check_dense(name, tensor)
         check_dtype(name, tensor.dtype)
     if w.shape[-2] != x.shape[1]:
         must = f"of {x.shape[1]} rows, as {x_name} has columns"
@@ -53,16 +56,21 @@ def output(
     """`out` if it is given and right, else a new tensor. `others`: what else the call reads or writes."""
     if out is None:
         return x.new_empty(shape)
-    if any(_share_memory(out, one) for one in (x, w, *others) if one is not None):
-        raise InvalidArgument(
-            argument="out", was="in memory that the call has another use for", must="a tensor of its own"
-        )
+    check_dense("out", out)
+    check_apart("out", out, x, w, *others)
     if out.requires_grad and torch.is_grad_enabled():
         raise InvalidArgument(argument="out", was="a tensor that requires a gradient", must="one that does not")
     if tuple(out.shape) != shape or out.dtype != x.dtype or out.device != x.device or not out.is_contiguous():
         was = f"{list(out.shape)} {out.dtype} on {out.device}"
         raise InvalidArgument(argument="out", was=was, must=f"contiguous {list(shape)} {x.dtype} on {x.device}")
     return out
+
+
+def check_apart(name: str, written: torch.Tensor, *others: torch.Tensor | None) -> None:
+    """What a call writes must not lie where it reads or writes anything else."""
+    if any(_share_memory(written, one) for one in others if one is not None):
+        was = "in memory that the call has another use for"
+        raise InvalidArgument(argument=name, was=was, must="a tensor of its own")
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
