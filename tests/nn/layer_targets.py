@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import undertow as ut
@@ -203,6 +207,12 @@ def checkpoints() -> bool:
     model.load_state_dict(shards)
     torch.testing.assert_close(model(x), plain(x), **CLOSE)
 
+    again = ut.nn.full_state_dict(torch.nn.Sequential(checkpoint_wrapper(model[0]), model[1]))
+    assert again.keys() == other.keys()
+    assert all(torch.equal(again[name], other[name]) for name in other)
+    twice = ut.nn.full_state_dict(torch.nn.ModuleDict({"one": model[0], "other": model[0]}))
+    assert all(torch.equal(twice[f"{name}.inner_in.weight"], other["0.inner_in.weight"]) for name in ("one", "other"))
+
     mesh = init_device_mesh("cpu", (group.size,))
     placed = {
         name: distribute_tensor(one, mesh, [Shard(0)]) if "inner" in name and "weight" in name else one
@@ -326,3 +336,85 @@ def cuts_come_together(parts: Sequence[int], units: Sequence[int], ranks: int) -
     cut = Cut.of("sizes", 1, parts, units, ranks)
     whole = torch.arange(3 * sum(parts)).view(3, -1)
     return torch.equal(cut.join([cut.take(whole, rank) for rank in range(ranks)]), whole)
+
+
+class Normed(torch.nn.Module):
+    """Columns, a norm of the rank's own heads of them, rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = torch.nn.Linear(4, 12), torch.nn.LayerNorm(4), torch.nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads: torch.Tensor = self.norm(self.first(x).unflatten(-1, (-1, 4)))
+        return self.last(heads.flatten(-2))  # type: ignore[no-any-return]
+
+
+NORMED = {"*first": ut.nn.Column(unit=4), "*norm": ut.nn.Shared(unit=4), "*last": ut.nn.Row(unit=4)}
+
+
+def _compare(plain: torch.nn.Module, model: torch.nn.Module) -> None:
+    """Gradients of all parameters, put together."""
+    gradients = {}
+    for one in (plain, model):
+        with torch.no_grad():
+            for parameter in one.parameters():
+                assert parameter.grad is not None
+                parameter.copy_(parameter.grad)
+        gradients[one] = one.state_dict() if one is plain else ut.nn.full_state_dict(one)
+    for name, want in gradients[plain].items():
+        torch.testing.assert_close(gradients[model][name], want, **CLOSE)
+
+
+def shared_gradients(how: str) -> bool:
+    """Of norms that are whole on each rank: under FSDP2, in a copy, recomputed, in one graph, all frozen."""
+    group = same()
+    plain = torch.nn.Sequential(Normed(), Normed())
+    mesh = init_device_mesh("cpu", (2, group.size // 2), mesh_dim_names=("tensor", "data"))
+    model: Any = ut.nn.parallelize(copy.deepcopy(plain), NORMED, group=mesh["tensor"], strategy=STRATEGY)
+    x = torch.randn(4, 4)
+    mine = x
+    if how == "FSDP2":
+        for block in model:
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(model, mesh=mesh["data"])
+        mine = x.tensor_split(mesh["data"].size())[mesh["data"].get_local_rank()]
+    elif how == "copy":
+        model = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    elif how == "recomputed":
+        model[0] = checkpoint_wrapper(model[0])
+    elif how == "graph":
+        model = torch.compile(model, fullgraph=True, backend="aot_eager")
+    elif how == "frozen":
+        frozen = ut.nn.parallelize(copy.deepcopy(plain).requires_grad_(False), NORMED, group=mesh["tensor"])
+        torch.testing.assert_close(frozen(x), plain(x), **CLOSE)
+        assert not any(one.requires_grad for one in frozen.parameters())
+    for _ in range(2):
+        for one, given in ((plain, x), (model, mine)):
+            one.zero_grad()
+            one(given).square().mean().backward()
+    _compare(plain, getattr(model, "_orig_mod", model))
+    return True
+
+
+def clipped() -> list[float]:
+    """Norms and gradients as of the whole model; the norms after."""
+    same()
+    plain = torch.nn.Sequential(torch.nn.Embedding(9, 4), Normed(), torch.nn.Linear(4, 9, bias=False))
+    plain[2].weight = plain[0].weight
+    plan = {**NORMED, "0": ut.nn.Vocabulary(), "2": ut.nn.Column(gather_output=True)}
+    text, after = torch.randint(0, 9, (7,)), []
+    for norm_type, most in ((2.0, 0.1), (1.0, 0.3), (float("inf"), 0.02), (2.0, 1e6)):
+        one, model = copy.deepcopy(plain), ut.nn.parallelize(copy.deepcopy(plain), plan, strategy=STRATEGY)
+        for each in (one, model):
+            (30 * each(text)).square().mean().backward()
+        want = torch.nn.utils.clip_grad_norm_(one.parameters(), most, norm_type)
+        got = ut.nn.clip_grad_norm_(model, most, norm_type)
+        torch.testing.assert_close(got, want, **CLOSE)
+        _compare(one, model)
+        after.append(float(ut.nn.clip_grad_norm_(model, most, norm_type)))
+    bags = ut.nn.ShardedEmbeddingBag([ut.nn.Table("a", 5, 4)], dtype=torch.float64)  # some ranks have none of it
+    bags(torch.tensor([1, 2]), lengths=torch.tensor([2])).sum().backward()
+    norm = float(ut.nn.clip_grad_norm_(bags, 1.0))
+    assert abs(norm - 8**0.5) < 1e-6  # two rows of four, the mean over ranks
+    return after

@@ -20,8 +20,11 @@ def test_words_that_are_none() -> None:
             "ids.view(-1)[2] is 5, but must be between 0 and 4.",
             "ids.view(-1)[0] is -1, but must be between 0 and 4.",
             "ids is of torch.float64, but must be of torch.int32 or torch.int64.",
+            "ids is on meta, but must be on cpu, as the weight is.",
             "max_norm is 1.0, but must be None, to be cut by rows.",
             "sparse is True, but must be False, to be cut by rows.",
+            "strategy is 'quickly'",
+            "strategy is 'serial:pear'",
         ]
 
 
@@ -33,6 +36,10 @@ def test_a_word_that_nobody_looked_at(word: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_tied_weight_stays_one(ranks: int) -> None:
     assert all(ut.launch(targets.tied, ranks, device="cpu"))
+
+
+def test_hooks_of_what_is_replaced() -> None:
+    assert all(ut.launch(targets.hooked, 2, device="cpu"))
 
 
 def test_a_tied_weight_that_is_not_cut_alike() -> None:

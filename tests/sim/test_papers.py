@@ -39,7 +39,7 @@ def test_fused_layers_hide_most_of_their_communication() -> None:
 
 def test_operators_on_the_h200_within_ten_percent() -> None:
     """From a profile of the same kind of node, in which no overlapped call was measured. Of the pairs 90 % should stand
-    in the right order: 87 % do (docs/evidence.md says what is known of the others), and no fewer may.
+    in the right order: 87 % do (docs/evidence/simulation.md says what is known of the others), and no fewer may.
     """
     overlap = json.loads(h200.OVERLAP.read_text())
     _, errors, orders = h200.compare(Machine.load(h200.MACHINE), overlap)

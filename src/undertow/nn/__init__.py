@@ -4,6 +4,7 @@ from ..ops.embedding_gradients import RowOptimizer
 from ..plan.placement import Table
 from .attention import AttentionProjections
 from .checkpoint import full_state_dict
+from .clipping import clip_grad_norm_
 from .cross_entropy import cross_entropy
 from .embedding import ShardedEmbeddingBag
 from .experts import ExpertParallelMLP
@@ -33,6 +34,7 @@ __all__ = [
     "TensorParallelMLP",
     "Vocabulary",
     "VocabularyParallelEmbedding",
+    "clip_grad_norm_",
     "cross_entropy",
     "full_state_dict",
     "parallelize",

@@ -62,7 +62,10 @@ def cross_entropy(
     if not 0 <= label_smoothing <= 1:
         raise InvalidArgument(argument="label_smoothing", was=label_smoothing, must="between 0 and 1")
     check_dtype("logits", logits.dtype)
-    first, end = _bounds(name, classes, unit)
+    rank, ranks, device = _place(name)
+    if logits.device != device:
+        raise InvalidArgument(argument="logits", was=f"on {logits.device}", must=f"on {device}")
+    first, end = Cut.of("classes", 0, (classes,), (unit,), ranks).bounds(0, rank)
     if logits.dim() != 2 or logits.shape[1] != end - first:
         must = f"[M, {end - first}], this rank's columns; flatten(0, 1) joins dimensions of rows"
         raise InvalidArgument(argument="logits", was=f"of shape {list(logits.shape)}", must=must)
@@ -74,7 +77,7 @@ def cross_entropy(
     if not torch.compiler.is_compiling() and (target.device.type == "cpu" or settings.CHECK.is_on()):
         _check(target, counts, classes)
     # Rows that count nothing have the first class for a target, so that none is beyond all.
-    losses, _ = _losses(logits, torch.where(counts, target, 0), first, classes, label_smoothing, name)
+    losses, _, _ = _losses(logits, torch.where(counts, target, 0), first, classes, label_smoothing, name)
     losses = torch.where(counts, losses, 0)
     if reduction == "none":
         return losses
@@ -82,13 +85,13 @@ def cross_entropy(
     return total / counts.sum() if reduction == "mean" else total
 
 
-def _bounds(group: str, classes: int, unit: int) -> tuple[int, int]:
-    """Where this rank's classes begin and end."""
+def _place(group: str) -> tuple[int, int, torch.device]:
+    """This rank's number, how many there are, and this one's device."""
     on = named(group)
-    return Cut.of("classes", 0, (classes,), (unit,), on.size).bounds(0, on.rank)
+    return on.rank, on.size, on.device
 
 
-_bounds._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `differentiable.py`
+_place._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in `differentiable.py`
 
 
 def _check(target: torch.Tensor, counts: torch.Tensor, classes: int) -> None:
@@ -103,8 +106,8 @@ def _check(target: torch.Tensor, counts: torch.Tensor, classes: int) -> None:
 @torch.library.custom_op("undertow::cross_entropy", mutates_args=())
 def _losses(
     logits: torch.Tensor, target: torch.Tensor, first: int, classes: int, smoothing: float, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of every row, and log s + m."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of every row: the loss, m and log s. These two stay apart, as their sum would be rounded to what m is like."""
     on, wide = named(group), _wide(logits)
     most = all_reduce(logits.amax(1).to(wide), op="max", group=on)
     sums = torch.empty(3 if smoothing else 2, logits.shape[0], dtype=wide, device=logits.device)
@@ -120,17 +123,17 @@ def _losses(
     losses = log - (1 - smoothing) * sums[1]
     if smoothing:
         losses -= smoothing / classes * sums[2]
-    return losses, log + most
+    return losses, most, log
 
 
 def _shares(
-    dlosses: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, log: torch.Tensor, first: int, classes: int,
-    smoothing: float,
+    dlosses: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, most: torch.Tensor, log: torch.Tensor,
+    first: int, classes: int, smoothing: float,
 ) -> torch.Tensor:  # fmt: skip
     """dlogits_r = (shares - (1 - smoothing) onehot - smoothing / V) dloss."""
     made = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for rows in _blocks(logits):
-        share = (logits[rows].to(log.dtype) - log[rows, None]).exp_()
+        share = (logits[rows].to(log.dtype) - most[rows, None]).sub_(log[rows, None]).exp_()
         column, mine = _column(target[rows], first, logits.shape[1], classes)
         share.scatter_add_(1, column[:, None], (mine * (smoothing - 1.0)).to(share.dtype)[:, None])
         made[rows] = share.sub_(smoothing / classes).mul_(dlosses[rows, None])
@@ -163,20 +166,20 @@ def _column(target: torch.Tensor, first: int, held: int, classes: int) -> tuple[
 
 def _like_losses(
     logits: torch.Tensor, target: torch.Tensor, first: int, classes: int, smoothing: float, group: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     one = logits.new_empty(logits.shape[0], dtype=_wide(logits))
-    return one, torch.empty_like(one)
+    return one, torch.empty_like(one), torch.empty_like(one)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
     logits, target, ctx.first, ctx.classes, ctx.smoothing, _ = inputs
-    ctx.save_for_backward(logits, target, output[1])
-    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(logits, target, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
 
 
-def _backward(ctx: Any, dlosses: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    logits, target, log = ctx.saved_tensors
-    return _gradient(dlosses, logits, target, log, ctx.first, ctx.classes, ctx.smoothing), *(None,) * 5
+def _backward(ctx: Any, dlosses: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    logits, target, most, log = ctx.saved_tensors
+    return _gradient(dlosses, logits, target, most, log, ctx.first, ctx.classes, ctx.smoothing), *(None,) * 5
 
 
 _losses.register_fake(_like_losses)

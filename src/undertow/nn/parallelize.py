@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..collective.operators import all_reduce
 from ..errors import InvalidArgument
-from ..fabric.registry import as_group, named
+from ..fabric.registry import as_group
 from ..ops.operands import check_dtype
+from .held import OneAgain, SummedForward, carry_hooks
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallel_experts import TensorParallelExperts, cuts_of
 from .sharded import Cut, Sharded
@@ -115,8 +115,8 @@ def parallelize(
 ) -> torch.nn.Module:
     """Replace, in place, every layer of `model` that `plan` names; returns the model.
 
-    The first pattern that matches a module counts. `strategy` is that of all the layers' operators. A copy of the
-    result loses the sums of `Shared` gradients, which are hooks.
+    The first pattern that matches a module counts. `strategy` is that of all the layers' operators. Hooks of a layer
+    are carried over; they see what this rank has.
     """
     on = as_group(group)
     chosen = _chosen(model, plan)
@@ -137,16 +137,17 @@ def parallelize(
         around = model.get_submodule(parent)
         layer = getattr(around, child)
         if isinstance(style, Shared):
-            for parameter in layer.parameters():
-                if not any(isinstance(hook, _Sum) for hook in (parameter._backward_hooks or {}).values()):
-                    parameter.register_hook(_Sum(on.name))
+            SummedForward.give(layer, on.name)
             continue
         with _named(name):
             made = _made(layer, style, units[name], on.name, strategy)
         for own, whole in layer.named_parameters(recurse=False):
             if id(whole) in tied:
                 setattr(made, own, shards.setdefault(id(whole), made.get_parameter(own)))
+        carry_hooks(layer, made)
         setattr(around, child, made)
+    for whole_id, names in tied.items():
+        model.register_load_state_dict_post_hook(OneAgain(names, shards[whole_id]))  # type: ignore[no-untyped-call]
     return model
 
 
@@ -221,12 +222,13 @@ def _refuse_missing(pattern: str, optional: Optional, matches: Mapping[str, list
     raise InvalidArgument(argument="a pattern of plan", was=repr(pattern), must=must)
 
 
-def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[str, int]) -> set[int]:
-    """Which parameters several modules share that all cut alike. One that is cut for some of them only is refused."""
+def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[str, int]) -> dict[int, list[str]]:
+    """Which parameters several modules share that all cut alike, and under which names. One that is cut for some of
+    them only is refused."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
-    found = set[int]()
+    found: dict[int, list[str]] = {}
     for name in (one for one, style in chosen.items() if not isinstance(style, Shared)):
         for own, parameter in model.get_submodule(name).named_parameters():
             shared = holders[id(parameter)]
@@ -235,13 +237,14 @@ def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[st
             cuts = {_cuts_rows(chosen, units, *one.rpartition(".")[::2]) for one in shared}
             if len(cuts) > 1 or None in cuts:
                 must = "a weight of its own: leave the layer out of the plan, or untie it"
-                if isinstance(chosen[name], (Column, Vocabulary)):
+                modules = {id(model.get_submodule(one.rpartition(".")[0])) for one in shared}
+                if own == "weight" and len(modules) == len(shared) and isinstance(chosen[name], (Column, Vocabulary)):
                     must = (
                         "a weight of its own, or one that all its holders cut by rows alike: name each in the plan"
                         " (ut.nn.Vocabulary, ut.nn.Column), leave all out of it, or untie it"
                     )
                 raise InvalidArgument(argument=f"{name}.{own}", was=f"shared by {', '.join(shared)}", must=must)
-            found.add(id(parameter))
+            found[id(parameter)] = shared
     return found
 
 
@@ -262,16 +265,6 @@ def _unit(unit: Unit, around: torch.nn.Module, name: str) -> int:
             raise InvalidArgument(argument=f"attribute {attribute!r} around {name}", was=repr(value), must=must)
         found *= value
     return found
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """A gradient summed over the ranks of a group."""
-
-    group: str
-
-    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
-        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), group=named(self.group))
 
 
 def _made(layer: torch.nn.Module, style: Parted, unit: int, group: str, strategy: str) -> Sharded:

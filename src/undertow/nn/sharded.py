@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..errors import InvalidArgument
 from ..fabric.registry import as_group
 from ..ops.operands import check_dtype
-from ..plan.plan import split
+from ..plan.plan import as_written, split
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -85,6 +85,8 @@ class Sharded(torch.nn.Module):
     def __init__(self, group: AnyGroup, strategy: str) -> None:
         super().__init__()
         on = as_group(group)
+        if strategy != "auto":
+            as_written(strategy)
         self.group_name, self.rank, self.ranks = on.name, on.rank, on.size
         self.strategy = strategy
         self.cuts: dict[str, Cut] = {}

@@ -25,6 +25,7 @@ from .. import settings
 from ..errors import InvalidArgument
 from ..ops.operands import check_dtype
 from ..ops.rows_all_reduce import Tensors, rows_all_reduce
+from ..plan.plan import as_written
 from .sharded import Cut, Sharded
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class VocabularyParallelEmbedding(Sharded):
         return made
 
     def _cut_from(self, whole: torch.nn.Embedding, group: AnyGroup, unit: int, strategy: str) -> None:
-        lane = strategy.partition(":")[2]
+        lane = "" if strategy == "auto" else as_written(strategy)[1]
         super().__init__(group, f"serial:{lane}" if lane else "auto")
         cut = cut_of(whole, unit, self.ranks)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
@@ -76,6 +77,9 @@ class VocabularyParallelEmbedding(Sharded):
         """ids [...], of 32 or 64 bits, the same on all ranks -> [..., H]."""
         if ids.dtype not in _INDEX_TYPES:
             raise InvalidArgument(argument="ids", was=f"of {ids.dtype}", must="of torch.int32 or torch.int64")
+        if ids.device != self.weight.device:
+            must = f"on {self.weight.device}, as the weight is"
+            raise InvalidArgument(argument="ids", was=f"on {ids.device}", must=must)
         if not torch.compiler.is_compiling() and (ids.device.type == "cpu" or settings.CHECK.is_on()):
             self._check(ids)
         y = rows_all_reduce(

@@ -93,11 +93,16 @@ def rows_all_reduce(
     given, dtype = ("rows[0]", rows[0].dtype) if dtype is None else ("dtype", dtype)
     if torch.compiler.is_compiling():
         name = name_of(group)
-        held = [_held_by_all(one, name) if one.is_floating_point() else one for one in rows]
+        held = [held_by_all(one, name) if one.is_floating_point() else one for one in rows]
         total: torch.Tensor = _sum(compute(held, weights).to(dtype), name)
         return total
     on = as_group(group)
     check_dtype(given, dtype)
+    for name, tensors in (("rows", rows), ("weights", weights)):
+        for number, one in enumerate(tensors):
+            if one.device != on.device:
+                was, must = f"on {one.device}", f"on {on.device}"
+                raise InvalidArgument(argument=f"{name}[{number}]", was=was, must=must)
     y = rows[0].new_empty(rows[0].shape[0], columns, dtype=dtype)
     call = _Call(compute, on, _choice(y, on, strategy), strategy)
     if torch.is_grad_enabled() and any(one.requires_grad for one in (*rows, *weights)):
@@ -309,7 +314,7 @@ class _Total:
         return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
 
 
-# -- while a compiler traces -------------------------------------------------------------------------------------------
+# -- for a compiler, and for parameters that all ranks hold  ----------------------------------------------------------
 
 
 @torch.library.custom_op("undertow::sum_over_ranks", mutates_args=())
@@ -320,7 +325,7 @@ def _sum(y: torch.Tensor, group: str) -> torch.Tensor:
 
 
 @torch.library.custom_op("undertow::held_by_all", mutates_args=())
-def _held_by_all(x: torch.Tensor, group: str) -> torch.Tensor:
+def held_by_all(x: torch.Tensor, group: str) -> torch.Tensor:
     """x, the same on all ranks, whose gradient is the sum of what each rank made of it."""
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -335,5 +340,5 @@ def _setup(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> 
 
 _sum.register_fake(_like)
 _sum.register_autograd(lambda ctx, dy: (dy, None))
-_held_by_all.register_fake(_like)
-_held_by_all.register_autograd(lambda ctx, dy: (_sum(dy, ctx.group), None), setup_context=_setup)
+held_by_all.register_fake(_like)
+held_by_all.register_autograd(lambda ctx, dy: (_sum(dy, ctx.group), None), setup_context=_setup)

@@ -393,7 +393,7 @@ def _is_share(share: Share) -> bool:
 
 def split(count: int, parts: int) -> tuple[tuple[int, int], ...]:
     """`parts` ranges of [0, count) by torch.tensor_split's rule: the first `count % parts` are one longer."""
-    size, longer = divmod(count, parts)
+    size, longer = count // parts, count % parts  # torch.compile knows no divmod of what may change
     bounds = [index * size + min(index, longer) for index in range(parts + 1)]
     return tuple(itertools.pairwise(bounds))
 
@@ -403,14 +403,20 @@ def alike(parts: int) -> tuple[tuple[int, int], ...]:
     return split(parts, max(1, parts))
 
 
-def parse_strategy(strategy: str, grains: tuple[str, ...], lanes: dict[str, str], default_lane: str) -> tuple[str, str]:
-    """`"grain"` or `"grain:lane"` to a pair that can run here. `lanes` maps a lane to why it is missing, or ""."""
-    grain, _, lane = strategy.partition(":")
-    lane = lane or default_lane
-    possible = ", ".join(f"{one}:{other}" for one in grains for other, missing in lanes.items() if not missing)
-    if grain not in GRAINS or lane not in LANES:
+def as_written(strategy: str) -> tuple[str, str]:
+    """The grain and the lane, or "" where none is named."""
+    grain, colon, lane = strategy.partition(":")
+    if grain not in GRAINS or (lane not in LANES and colon + lane):
         must = f'"auto", a grain ({", ".join(GRAINS)}) or "grain:lane" with lanes {", ".join(LANES)}'
         raise InvalidArgument(argument="strategy", was=repr(strategy), must=must)
+    return grain, lane
+
+
+def parse_strategy(strategy: str, grains: tuple[str, ...], lanes: dict[str, str], default_lane: str) -> tuple[str, str]:
+    """`"grain"` or `"grain:lane"` to a pair that can run here. `lanes` maps a lane to why it is missing, or ""."""
+    grain, lane = as_written(strategy)
+    lane = lane or default_lane
+    possible = ", ".join(f"{one}:{other}" for one in grains for other, missing in lanes.items() if not missing)
     if grain not in grains:
         raise StrategyUnavailable(strategy=strategy, reason=f"this operator has no {grain} form", possible=possible)
     if lanes[lane]:
