@@ -14,9 +14,11 @@ import torch.distributed as dist
 
 import undertow as ut
 from undertow import errors
+from undertow.errors import AllocationFailed
 from undertow.fabric import registry
 from undertow.fabric.post_ring import Post
 from undertow.fabric.proxy import Proxy
+from undertow.fabric.segment import Segment
 
 
 def sentence(use: object) -> str:
@@ -71,6 +73,28 @@ def proxy_outlived(lane: str) -> list[str]:
     group.barrier()
     ut.shutdown()
     return sorted(thread.name for thread in threading.enumerate() if thread.name == "undertow-proxy")
+
+
+def no_memory_for_a_ring() -> list[str]:
+    """On one rank: all of them are told, and the group goes on."""
+    group = ut.init()
+    real, said = Segment.create, []
+
+    def create(size: int, purpose: str) -> Segment:
+        if purpose == "a proxy ring":
+            raise RuntimeError(f"no memory for {purpose}")  # as torch says it
+        return real(size, purpose)
+
+    if group.rank == 1:
+        Segment.create = staticmethod(create)  # type: ignore[method-assign]
+    for _ in range(2):
+        try:
+            Proxy(group.fabric)
+            said.append("made")
+        except AllocationFailed as error:
+            said.append(str(error))
+        Segment.create = staticmethod(real)  # type: ignore[method-assign]
+    return said
 
 
 def last_posts(how: str) -> list[int]:

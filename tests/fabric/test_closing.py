@@ -36,6 +36,11 @@ def test_a_proxy_ends_with_its_fabric(lane: str) -> None:
     assert ut.launch(targets.proxy_outlived, 2, device="cpu", args=(lane,), deadline=10) == [[], []]
 
 
+def test_a_ring_that_one_rank_has_no_memory_for() -> None:
+    for said in ut.launch(targets.no_memory_for_a_ring, 3, device="cpu"):
+        assert said == ["Rank 1 could not allocate: no memory for a proxy ring", "made"]
+
+
 @pytest.mark.parametrize("how", ["close", "script"])
 def test_what_was_posted_last_arrives(how: str) -> None:
     assert ut.launch(targets.last_posts, 2, device="cpu", args=(how,), deadline=10) == [[2, 0], [2, 0]]

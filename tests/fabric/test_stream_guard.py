@@ -147,12 +147,21 @@ def test_a_lost_device_ends_the_group_from_the_thread_that_asks(guard: Any, monk
     assert guard._closed
 
 
-def test_words_in_host_memory_are_released_whatever_the_driver_does(guard: Any, silent: threading.Event) -> None:
-    """Again and again: a replayed graph clears them, and waits anew."""
+@pytest.mark.parametrize("lost", ["a rank", "the device", "all of it"])
+def test_words_in_host_memory_are_released_whatever_the_driver_does(
+    guard: Any, silent: threading.Event, lost: str
+) -> None:
+    """Again and again: a replayed graph clears them, and waits anew. Also where another context of this rank, such as
+    that of the proxy's copies, has lost the device; not where its own has, in which nothing waits any more."""
+    errors = sys.modules["undertow.fabric.stream_guard"].errors
     words = (ctypes.c_int32 * 64)()
     here, there = ctypes.addressof(words), ctypes.addressof(words) + 128
     guard._waits, guard.abort = {there: (9, False), here: (5, True)}, torch.zeros(1, dtype=torch.int32)
-    guard._on_abort(RuntimeError("a rank is lost"))
+    guard._closed = lost == "all of it"
+    guard._on_abort(RuntimeError(lost) if lost == "a rank" else errors.DeviceLost(rank=0, reason=lost))
+    if guard._closed:
+        assert guard.abort.item() == 0
+        return
     assert guard.abort.item() == 1
     for _ in range(3):
         wait_for(lambda: words[0] == 5)

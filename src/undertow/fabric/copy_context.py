@@ -12,8 +12,8 @@ device. What `cudaMalloc` gave belongs to one context: a copy of it takes that o
 
 A context takes about half a GB of the GPU's memory, and of its channels as many as torch's, which the driver shares
 among all: two contexts each of more than SHARING ranks are too many for one GPU. There, or where the driver says so,
-the copies are made in torch's context, which is said once; a rank then must not run a thousand launches ahead of a call
-that posts.
+the copies are made in torch's context, which is said once: hosts then wait for each call that posts, and behind a
+replay of one they must not run a thousand launches ahead.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def _context(device: torch.device, sharing: int) -> int | None:
 
 def _say(device: torch.device) -> None:
     get_logger().warning(
-        "GPU %s has no room for a context of the proxy's own: enqueue no more than %d launches behind a call that "
-        "posts before it is over.",
+        "GPU %s has no room for a context of the proxy's own: hosts wait for each call that posts; enqueue no more "
+        "than %d launches behind a replay of one before it is over.",
         device.index,
         _AHEAD,
     )

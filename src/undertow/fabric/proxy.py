@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,19 +93,10 @@ class Proxy(Service):
         self.capacity = capacity
         self.signals: Signals = fabric.signals(signals)  # arrivals on this rank
         self.on_device = fabric.group.device.type == "cuda"
-        size = ring_layout.ring_bytes(capacity)
         self._segment: Segment | None = None
         self._copies: Copies | None = None
-        if self.on_device:
-            words = torch.zeros(size // ring_layout.WORD_BYTES, dtype=torch.int64, device="cpu", pin_memory=True)
-            #: counter of tickets, in device memory because not every link has atomics
-            self.head = torch.zeros(1, dtype=torch.int32, device=fabric.group.device)
-            self._copies = self._make_copies(fabric)
-            self._load_ahead(fabric)
-        else:
-            self._segment = Segment.create(size, "a proxy ring")
-            words = self._segment.tensor(0, (size // ring_layout.WORD_BYTES,), torch.int64)
-            self.head = torch.zeros(1, dtype=torch.int32, device="cpu")
+        self.head: torch.Tensor  # counter of tickets, in device memory because not every link has atomics
+        words = self._by_all(lambda: self._make_ring(fabric))
         self.posts = PostRing(self.group, words, capacity, signals)
         self._stop = np.zeros(1, np.int32)
         self.stop_address = int(self._stop.ctypes.data)  # of a word that is set when the proxy is to end
@@ -116,6 +107,35 @@ class Proxy(Service):
         self._thread.start()
         fabric.adopt(self)
 
+    def _make_ring(self, fabric: Fabric) -> torch.Tensor:
+        """The ring's words, and on a GPU what copies need."""
+        size = ring_layout.ring_bytes(self.capacity)
+        if not self.on_device:
+            self._segment = Segment.create(size, "a proxy ring")
+            self.head = torch.zeros(1, dtype=torch.int32, device="cpu")
+            return self._segment.tensor(0, (size // ring_layout.WORD_BYTES,), torch.int64)
+        from .copy_context import Copies  # needs a driver
+        from .cuda import CudaFabric
+
+        assert isinstance(fabric, CudaFabric)
+        self.head = torch.zeros(1, dtype=torch.int32, device=fabric.device)
+        self._copies = Copies(fabric.device, fabric.sharing_device)
+        self._load_ahead(fabric)
+        return torch.zeros(size // ring_layout.WORD_BYTES, dtype=torch.int64, device="cpu", pin_memory=True)
+
+    def _by_all(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `make` makes. What fails is told to all ranks: none may be left waiting for this one."""
+        made, failure = None, ""
+        try:
+            made = make()
+        except (errors.UndertowError, RuntimeError, OSError) as error:  # torch's word for no memory is a RuntimeError
+            failure = str(error)
+        for rank, reason in enumerate(self.group.exchange(failure, "a proxy's ring and streams")):
+            if reason:
+                raise errors.AllocationFailed(rank=rank, reason=reason)
+        assert made is not None
+        return made
+
     def _load_ahead(self, fabric: Fabric) -> None:
         """What would otherwise be made behind kernels that wait for the proxy, and wait for them: the kernel of `wait`;
         and torch's streams, which are all made with the first, with the interpreter's lock, which the proxy needs."""
@@ -123,23 +143,6 @@ class Proxy(Service):
         for priority in (0, -1):
             torch.cuda.Stream(fabric.group.device, priority=priority)  # type: ignore[no-untyped-call]
         fabric.settle()
-
-    def _make_copies(self, fabric: Fabric) -> Copies:
-        """What fails is told to all ranks: none may be left waiting for this one."""
-        from .copy_context import Copies  # needs a driver
-        from .cuda import CudaFabric
-
-        assert isinstance(fabric, CudaFabric)
-        made, failure = None, ""
-        try:
-            made = Copies(fabric.device, fabric.sharing_device)
-        except errors.UndertowError as error:
-            failure = str(error)
-        for rank, reason in enumerate(self.group.exchange(failure, "streams of the proxy's copies")):
-            if reason:
-                raise errors.AllocationFailed(rank=rank, reason=reason)
-        assert made is not None
-        return made
 
     def copies(self) -> Copies:
         """Where a GPU's bytes are copied, and by which streams."""
@@ -280,12 +283,25 @@ class Proxy(Service):
     def _run(self) -> None:
         try:
             with self.on_this_thread():
-                self._drain.serve()
+                try:
+                    self._drain.serve()
+                finally:
+                    self._rest()
         except errors.UndertowError as error:
             self.group.fail(error)
         except Exception as error:  # a dead proxy is a hang for every rank: whatever it was, the group hears of it
             get_logger().exception("The proxy failed")
             self.group.fail(errors.UndertowError(reason=f"The proxy failed: {type(error).__name__}: {error}"))
+
+    def _rest(self) -> None:
+        """Nothing may be under way when this thread ends, not even where the group has failed: it kept the memory that
+        copies read and write. Who releases memory waits for torch's context only, and these copies have their own."""
+        if self._copies is None:
+            return
+        try:
+            self._copies.rest()
+        except errors.UndertowError as error:  # the device is lost: there is no copy any more
+            self.group.fail(error)
 
 
 class _CopyDrain(OneByOne):

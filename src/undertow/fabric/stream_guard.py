@@ -198,11 +198,17 @@ class StreamGuard:
         return True
 
     def _on_abort(self, error: errors.UndertowError) -> None:
-        """On threads of their own: the watchdog must watch on."""
-        if not self._closed and not isinstance(error, errors.DeviceLost):
-            self.abort.fill_(1)
-            for release in (self._release_on_host, self._release_on_device):
-                threading.Thread(target=self._let_go, args=(release,), name="undertow-release", daemon=True).start()
+        """On threads of their own: the watchdog must watch on.
+
+        Where the proxy's context is lost, torch's may not be (that, `_ask_the_driver` would find): who waits in it is
+        let go by what needs no driver.
+        """
+        if self._closed:
+            return
+        self.abort.fill_(1)
+        on_device = () if isinstance(error, errors.DeviceLost) else (self._release_on_device,)
+        for release in (self._release_on_host, *on_device):
+            threading.Thread(target=self._let_go, args=(release,), name="undertow-release", daemon=True).start()
 
     def _let_go(self, release: Callable[[], None]) -> None:
         """Again and again: a replayed graph waits anew."""

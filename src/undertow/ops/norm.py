@@ -85,6 +85,11 @@ class After:
             f", {type(self.norm).__name__}" if self.norm is not None else ""
         )
 
+    @property
+    def has(self) -> tuple[bool, ...]:
+        """Whether the norm has a weight and a bias: of each there is a kernel."""
+        return tuple(one is not None for one in _vectors(self.norm))
+
     def finish(
         self,
         y: torch.Tensor,

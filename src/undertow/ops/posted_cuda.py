@@ -329,7 +329,7 @@ def sums(
     def work() -> None:
         call.enqueue()
         if finish.after is not None:
-            call.before_others(type(finish.after.norm), finish.after.residual is None, finish.bias is None, y.shape[1])
+            call.before_others(finish.after.text, finish.after.has, finish.bias is None, finish.activation, y.shape)
             finish.apply(y)
 
     return call.made(work)
@@ -362,7 +362,7 @@ def rows(
     def work() -> None:
         call.enqueue()
         if arriving is not None:
-            call.before_others(type(arriving), problem.m, k)
+            call.before_others(type(arriving), arriving.columns, arriving.text, problem.m, k)
             arriving.all_at_once(_last_half(call, 0, problem.m, k))
             fabric.poison_if_aborted(*arriving.made)
 
@@ -421,7 +421,7 @@ def arrive(
         if (keep or arriving is not None) and received.numel():
             received.copy_(_last_half(call, layout.landing(0), *received.shape))
         if arriving is not None:
-            call.before_others(type(arriving), k)
+            call.before_others(type(arriving), arriving.columns, arriving.text, k)
             arriving.begin(received)
             arriving.add([(0, received.shape[0])])
             fabric.poison_if_aborted(*arriving.made)

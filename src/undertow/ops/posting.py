@@ -13,9 +13,10 @@ kernel waits. So whatever is new is made on an idle stream; a call like one befo
 
 What callers do while such a call is under way, and how far their hosts run ahead, is their own affair where the
 proxy's copies have a context of their own, but that over `net` nobody may wait for kernels with the interpreter's lock
-in hand, which its threads need. Where there was no room for a context (`fabric/copy_context.py`), a kernel that is
-loaded then, a copy to or from memory that is not pinned, or a thousand launches more may wait until the deadline:
-whoever needs them settles the stream first.
+in hand, which its threads need. Where there was no room for a context (`fabric/copy_context.py`), the copies' streams
+share queues and a lock with all others of this rank, so whatever is enqueued behind a waiting kernel might stand before
+a copy that this waits for: there the host waits for each call. For a replay of a captured one it cannot; whoever loads
+a kernel then, copies from memory that is not pinned, or enqueues a thousand launches more, settles the stream first.
 
 **Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
 The proxy's thread serves replays as it serves calls.
@@ -96,8 +97,11 @@ class Posting:
 
     def finish(self, fabric: CudaFabric, meets: bool) -> None:
         """The end of a call. `meets`: every rank had something for every other one."""
-        if not meets:
+        if torch.cuda.is_current_stream_capturing():
+            return  # it meets (`refuse_capture`)
+        if not meets or not self.proxy.copies().is_own:
             fabric.settle()
+        if not meets:
             fabric.group.barrier()
 
 
