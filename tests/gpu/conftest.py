@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in (Path(__file__).parent, *(Path(__file__).parent.parent / one for one in ("fabric", "ops"))):
+for folder in (Path(__file__).parent, *(Path(__file__).parent.parent / one for one in ("fabric", "nn", "ops"))):
     sys.path.insert(0, str(folder))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import matmul_suite
@@ -87,6 +88,35 @@ def a_stream_is_made_meanwhile(group: ut.Group) -> None:
         assert bool((y == 64 * group.size).all()), lane
 
 
+def memory_is_taken_meanwhile(group: ut.Group) -> None:
+    """While a call waits for a late rank another thread takes pinned memory and the device's, and gives it back. It may
+    wait for the call; the copies that the call needs may not wait for it. With the driver's queue empty and full."""
+
+    def take() -> None:
+        torch.cuda.set_device(group.device)
+        for turn in range(3):
+            pinned = torch.empty((9 + turn) << 20, dtype=torch.uint8, pin_memory=True)
+            large = torch.empty(1 << 30, dtype=torch.uint8, device=group.device)
+            del pinned, large
+            torch.cuda.empty_cache()
+
+    x = torch.ones(128 * group.size, 64, dtype=torch.bfloat16, device=group.device)
+    count = torch.zeros((), dtype=torch.int32, device=group.device)
+    for lane in LANES:
+        for ahead in (0, FAR_AHEAD if _own(group, lane) else 0):
+            if group.rank == group.size - 1:
+                torch.cuda._sleep(1_000_000_000)
+            y = ut.matmul_all_reduce(x, x[:64].t().contiguous(), group=group, strategy=f"fused:{lane}")
+            taking = threading.Thread(target=take)
+            taking.start()
+            for _ in range(ahead):
+                count += 1
+            taking.join()
+            torch.cuda.synchronize()
+            group.check()
+            assert bool((y == 64 * group.size).all()), (lane, ahead)
+
+
 def posted_matmuls_replay(group: ut.Group) -> None:
     """Captured calls in which every rank has something for every other one, replayed with new inputs."""
     from gpu_checks import REPLAYS, _replay
@@ -157,6 +187,7 @@ def posted_gradients_and_norms(group: ut.Group) -> None:
 
 
 CHECKS: tuple[Callable[[ut.Group], None], ...] = (
-    posted_matmuls_are_exact, a_stream_is_made_meanwhile, a_host_far_ahead_stops_nobody, posted_matmuls_replay,
+    posted_matmuls_are_exact, a_stream_is_made_meanwhile, a_host_far_ahead_stops_nobody, memory_is_taken_meanwhile,
+    posted_matmuls_replay,
     posted_gradients_and_norms,
 )  # fmt: skip

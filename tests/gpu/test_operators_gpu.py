@@ -39,7 +39,7 @@ def test_tokens(ranks: int) -> None:
     print("\n".join(report[0]))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_posted(ranks: int) -> None:
     report = ut.launch(operator_checks.run, ranks, device="cuda", args=(POSTED,), deadline=60)
     print("\n".join(report[0]))

@@ -6,11 +6,11 @@ import copy
 from collections.abc import Callable
 
 import torch
+from layer_targets import CLOSE, same
 
 import undertow as ut
 from undertow.errors import UndertowError
 
-CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 EXPERTS, TOP, HIDDEN, INNER = 5, 2, 6, 24
 
 
@@ -52,9 +52,7 @@ PLAN = {"experts": ut.nn.Experts()}
 
 
 def _blocks(strategy: str) -> tuple[Block, Block]:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    ut.init()
+    same()
     plain = Block()
     return plain, ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=strategy)  # type: ignore[return-value]
 

@@ -100,7 +100,7 @@ def tied() -> bool:
     model = ut.nn.parallelize(copy.deepcopy(plain), TIED, strategy=STRATEGY)
     assert model[0].weight is model[3].weight
     assert len(list(model.parameters())) == len(list(plain.parameters()))
-    text = torch.randint(0, 13, (4, 9), generator=torch.Generator().manual_seed(2))
+    text = torch.randint(0, 13, (4, 9), generator=torch.Generator(torch.get_default_device()).manual_seed(2))
     for _ in range(5):
         found = []
         for one in (plain, model):
@@ -231,7 +231,7 @@ def compiled() -> bool:
     plain = _language_model()
     plan = {"0": ut.nn.Vocabulary(), "3": ut.nn.Column()}
     model = ut.nn.parallelize(plain, plan, strategy=STRATEGY)
-    text = torch.randint(0, 13, (4, 9), generator=torch.Generator().manual_seed(2))
+    text = torch.randint(0, 13, (4, 9), generator=torch.Generator(torch.get_default_device()).manual_seed(2))
 
     def loss() -> torch.Tensor:
         logits = model(text[:, :-1])
