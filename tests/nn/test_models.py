@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import model_targets as targets
 import pytest
 import torch
-
-pytest.importorskip("transformers", reason="transformers is missing: pip install undertow[hf]")
-
-import model_targets as targets
 
 import undertow as ut
 
