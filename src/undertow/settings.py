@@ -54,6 +54,13 @@ NET = Setting(
     "`host`, Gloo through host memory; `auto`: NCCL where a group spans nodes and every rank has a GPU of its own. "
     "Equal on all ranks.",
 )
+POSTS = Setting(
+    "UNDERTOW_POSTS",
+    "0",
+    "1: `auto` also tries fused plans whose kernels post to the proxy's ring, where GPUs have no peer access. What "
+    "moves those posts has not run on a GPU in its present form, so they run by name only until it has. The first "
+    "rank's counts.",
+)
 DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."
 )

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import undertow as ut
+from undertow import settings
 from undertow.errors import LaunchFailed
 from undertow.ops import tuning
 from undertow.ops.choose import Request
@@ -379,3 +380,18 @@ def test_an_explanation_says_what_was_hidden() -> None:
     json.dumps(found)
     bare = Choice(plan, "The plan was given.")
     assert (bare.seconds, bare.serial_seconds, bare.overlap_efficiency, bare.share_of_ideal) == (None,) * 4
+
+
+def test_posts_are_tried_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves them on a GPU is younger than what has run there."""
+    plans = {lane: Plan("fused", lane, ((0, 64),), tile=(64, 64)) for lane in ("dma", "peer")}
+    on = {
+        device: Problem.of("matmul_all_reduce", 64, 64, 64, dtype="bfloat16", ranks=2, device=device, multiprocessors=8)
+        for device in ("cpu", "cuda")
+    }
+    for said, posts in (("0", False), ("1", True)):
+        monkeypatch.setenv(settings.POSTS.name, said)
+        assert tuning._may_be_tried(on["cuda"], plans["dma"], "") == posts
+        assert tuning._may_be_tried(on["cuda"], plans["peer"], "")
+        assert not tuning._may_be_tried(on["cuda"], plans["peer"], "ranks differ")
+        assert tuning._may_be_tried(on["cpu"], plans["dma"], ""), "a thread of the CPU moves its own tiles"

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import __version__
+from .. import __version__, settings
 from ..errors import AllocationFailed, InvalidArgument, MismatchedCall, StrategyUnavailable
 from ..plan import cache, tuner, ways
 from ..plan.defaults import default_plan
@@ -245,13 +245,19 @@ def _is_fused(problem: Problem, plan: Plan) -> bool:
     return plan.grain == "fused" and problem.operator != EMBEDDING
 
 
+def _may_be_tried(problem: Problem, plan: Plan, no_fused: str) -> bool:
+    if plan.posts(problem.device) and not settings.POSTS.is_on():
+        return False
+    return not (no_fused and _is_fused(problem, plan))
+
+
 def _measured(request: Request, problem: Problem, no_fused: str, budget_seconds: float) -> Choice:
     group = request.group
     machine = machine_of(group)
     plans = [_serial(problem, group)]  # the first rank's list counts, so only that one searches
     if group.rank == 0:
         found = ranked(problem, machine, available(group))
-        plans = _worth_measuring([one for one in found if not (no_fused and _is_fused(problem, one[0]))])
+        plans = _worth_measuring([one for one in found if _may_be_tried(problem, one[0], no_fused)])
     with _unchanged(request):
         return _tried(request, problem, machine, plans, budget_seconds)
 
