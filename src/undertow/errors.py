@@ -98,6 +98,12 @@ class WorkspaceTooSmall(UndertowError):
     )
 
 
+class CheckpointFailed(UndertowError):
+    """A checkpoint that one rank could not read or write; raised on all others."""
+
+    template = "Rank {rank} could not {what} the checkpoint: {reason}"
+
+
 class LaunchFailed(UndertowError):
     """A rank of a launch failed; carries the first cause."""
 

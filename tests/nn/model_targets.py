@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -113,3 +114,31 @@ def round_trip(architecture: str) -> bool:
     model.load_state_dict(given)
     again = ut.nn.full_state_dict(model)
     return again.keys() == given.keys() and all(torch.equal(again[name], given[name]) for name in given)
+
+
+def files(architecture: str, folder: str) -> dict[str, Any]:
+    """Files that transformers writes, into a model that had no memory; and files that it reads."""
+    group = ut.init()
+    plain = _model(architecture, torch.bfloat16).eval()
+    theirs, ours = Path(folder) / "theirs", Path(folder) / "ours"
+    if group.rank == 0:
+        plain.save_pretrained(theirs, max_shard_size="40KB")
+    group.barrier()
+    with ut.nn.without_weights():
+        model = AutoModelForCausalLM.from_config(plain.config, dtype=torch.bfloat16).eval()
+    ut.nn.parallelize(model, PLAN, strategy=STRATEGY)
+    ut.nn.load_checkpoint(model, theirs)
+    ut.nn.save_checkpoint(model, ours, file_bytes=40_000)
+    if group.rank == 0:
+        plain.config.save_pretrained(ours)
+    group.barrier()
+    again = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.bfloat16).eval()
+    prompt = torch.randint(3, SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want, got = again(prompt).logits, model(prompt).logits
+    weights = again.state_dict()
+    return {
+        "files": min(len(list(one.glob("*.safetensors"))) for one in (theirs, ours)),
+        "error": float((got - want).abs().max() / want.abs().max()),
+        "read again": all(torch.equal(weights[name], one) for name, one in plain.state_dict().items()),
+    }

@@ -59,6 +59,14 @@ def test_a_checkpoint_comes_back(architecture: str) -> None:
     assert all(ut.launch(targets.round_trip, 2, device="cpu", args=(architecture,)))
 
 
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.nightly)])
+def test_files_of_transformers(architecture: str, tmp_path: Path) -> None:
+    for found in ut.launch(targets.files, 2, device="cpu", args=(architecture, str(tmp_path))):
+        assert found["files"] > 1
+        assert found["error"] < 3e-2
+        assert found["read again"]
+
+
 @pytest.mark.parametrize(("architecture", "steps"), [("llama", 50), ("qwen3", 5), ("mixtral", 5)])
 def test_a_model_learns_as_on_one_rank(architecture: str, steps: int) -> None:
     """Qwen3 has norms of single heads: whole on every rank, with the gradient of its own heads only, unless summed."""

@@ -4,6 +4,7 @@ from ..ops.embedding_gradients import RowOptimizer
 from ..plan.placement import Table
 from .attention import AttentionProjections
 from .checkpoint import full_state_dict
+from .checkpoint_files import load_checkpoint, save_checkpoint, without_weights
 from .clipping import clip_grad_norm_
 from .cross_entropy import cross_entropy
 from .embedding import ShardedEmbeddingBag
@@ -37,5 +38,8 @@ __all__ = [
     "clip_grad_norm_",
     "cross_entropy",
     "full_state_dict",
+    "load_checkpoint",
     "parallelize",
+    "save_checkpoint",
+    "without_weights",
 ]

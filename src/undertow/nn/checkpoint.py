@@ -1,6 +1,8 @@
-"""Checkpoints without shards: what `load_state_dict` of the ordinary model takes."""
+"""Checkpoints without shards: what `load_state_dict` of the ordinary model takes. Files: `checkpoint_files.py`."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -8,8 +10,25 @@ from torch.distributed.tensor import DTensor
 from ..collective.operators import all_gather
 from ..errors import InvalidArgument
 from ..fabric.registry import named
-from .embedding import whole_state
+from .embedding import bags_of
 from .sharded import Cut, Sharded
+
+
+class Shard(NamedTuple):
+    """How a parameter was cut, by which module, over which group."""
+
+    name: str
+    cut: Cut
+    group_name: str
+
+    def take(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part."""
+        return self.cut.take(whole, named(self.group_name).rank)
+
+    def whole_shape(self, mine: torch.Tensor) -> tuple[int, ...]:
+        shape = list(mine.shape)
+        shape[self.cut.dim] = sum(self.cut.parts)
+        return tuple(shape)
 
 
 def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -17,39 +36,47 @@ def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     What two modules share they share in the result.
     """
-    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)  # first, as FSDP may change parameters for it
-    shards: dict[int, tuple[str, Cut, str]] = {}  # by the parameter itself: whoever wraps a module may rename it
-    for prefix, module in model.named_modules():
-        if isinstance(module, Sharded):
-            for name, cut in module.cuts.items():
-                shards[id(module.get_parameter(name))] = f"{prefix}.{name}", cut, module.group_name
-    left = shards.keys() - {id(one) for one in state.values()}
-    if left:
-        was = f"one whose state has no {shards[left.pop()][0].removeprefix('.')}"
-        raise InvalidArgument(argument="model", was=was, must="one with all shards of its layers in it")
+    state, shards = state_and_shards(model)
     found: dict[int, torch.Tensor] = {}
     for key, one in state.items():
         if not isinstance(one, torch.Tensor):
             continue  # what a module says of itself (`get_extra_state`)
         if id(one) not in found:
-            found[id(one)] = (
-                _whole(one.detach(), *shards[id(one)][1:]) if id(one) in shards else _gathered(one.detach())
-            )
+            found[id(one)] = put_together(one, shards.get(id(one)))
         state[key] = found[id(one)]
-    return whole_state(model, state)
+    for prefix, bag in bags_of(model):
+        for number, key in enumerate(bag.table_keys):
+            state[prefix + key] = bag.whole_table(number)
+    return state
 
 
-def _gathered(one: torch.Tensor) -> torch.Tensor:
-    """Of what FSDP has cut: the whole of it."""
-    return one.full_tensor() if isinstance(one, DTensor) else one
+def state_and_shards(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[int, Shard]]:
+    """What the model has, by name, but for pieces of embedding tables; and its shards, by the parameter itself: whoever
+    wraps a module may rename it."""
+    state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)  # first, as FSDP may change parameters for it
+    pieces = {id(piece) for _, bag in bags_of(model) for piece in bag.pieces}
+    state = {key: one for key, one in state.items() if id(one) not in pieces}
+    shards: dict[int, Shard] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, Sharded):
+            for name, cut in module.cuts.items():
+                shards[id(module.get_parameter(name))] = Shard(f"{prefix}.{name}", cut, module.group_name)
+    left = shards.keys() - {id(one) for one in state.values()}
+    if left:
+        was = f"one whose state has no {shards[left.pop()].name.removeprefix('.')}"
+        raise InvalidArgument(argument="model", was=was, must="one with all shards of its layers in it")
+    return state, shards
 
 
-def _whole(shard: torch.Tensor, cut: Cut, group_name: str) -> torch.Tensor:
-    """The shards of all ranks, which may differ in size, joined, where this rank's shard was."""
-    shard = _gathered(shard)  # cut once more by FSDP, on the other dimension
-    group, device = named(group_name), shard.device
+def put_together(one: torch.Tensor, shard: Shard | None) -> torch.Tensor:
+    """The whole, on the device where this rank's part is. Collective for a shard, and for what FSDP has cut."""
+    one = one.detach()
+    one = one.full_tensor() if isinstance(one, DTensor) else one
+    if shard is None:
+        return one
+    cut, group, device = shard.cut, named(shard.group_name), one.device
     sizes = [sum(cut.sizes(rank)) for rank in range(cut.ranks)]
     # One behind the other along the first dimension, as they travel; by the group's device, wherever the model is.
-    travelling = shard.movedim(cut.dim, 0).contiguous().to(group.device)
+    travelling = one.movedim(cut.dim, 0).contiguous().to(group.device)
     parts = torch.split(all_gather(travelling, rows=sizes, group=group), sizes)
     return cut.join([part.movedim(0, cut.dim) for part in parts]).contiguous().to(device)

@@ -11,7 +11,8 @@ A checkpoint is that of the ordinary module: `load_state_dict` takes whole table
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -149,48 +150,46 @@ class ShardedEmbeddingBag(torch.nn.Module):
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
-    def whole_tables(self) -> dict[str, torch.Tensor]:
-        """Every table on every rank, put together from its pieces. Collective."""
-        group = named(self.group_name)
+    def whole_table(self, number: int) -> torch.Tensor:
+        """One of the tables on every rank, put together from its pieces. Collective."""
+        group, table = named(self.group_name), self.tables[number]
         dtype = getattr(torch, self.layout.dtype)
-        found = {
-            key: torch.empty(table.rows, table.dim, dtype=dtype, device=group.device)
-            for key, table in zip(self._keys(), self.tables, strict=True)
-        }
+        found = torch.empty(table.rows, table.dim, dtype=dtype, device=group.device)
         for rank, pieces in enumerate(self.layout.held):
-            for number, piece in enumerate(pieces):
+            for at, piece in enumerate(pieces):
+                if piece.table != number:
+                    continue
                 part = torch.empty(piece.rows, piece.dim, dtype=dtype, device=group.device)
                 if rank == self.rank:
-                    part.copy_(self.pieces[number].detach())
+                    part.copy_(self.pieces[at].detach())
                 broadcast(part, root=rank, group=group)
-                _cut(found[self._keys()[piece.table]], piece).copy_(part)
+                _cut(found, piece).copy_(part)
         return found
 
-    def _keys(self) -> list[str]:
+    @property
+    def table_keys(self) -> list[str]:
+        """Names of the whole tables in a checkpoint, behind that of this module."""
         return [f"embedding_bags.{one.name}.weight" for one in self.tables]
+
+    def parts(self) -> Iterator[tuple[int, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+        """Of each piece: of which table it is, the piece, and what finds it in the table."""
+        for number, piece in enumerate(self.layout.held[self.rank]):
+            yield piece.table, self.pieces[number], partial(_cut, piece=piece)
 
     def _cut_tables(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Before torch loads: this rank's pieces in the place of whole tables. Pieces as they are stay."""
-        wholes = {table: state.pop(prefix + key) for table, key in enumerate(self._keys()) if prefix + key in state}
+        wholes = {table: state.pop(prefix + key) for table, key in enumerate(self.table_keys) if prefix + key in state}
         for number, piece in enumerate(self.layout.held[self.rank]):
             if piece.table in wholes:
                 whole, table = wholes[piece.table], self.tables[piece.table]
                 if tuple(whole.shape) != (table.rows, table.dim):
                     was, must = f"of shape {list(whole.shape)}", f"[{table.rows}, {table.dim}]"
-                    raise InvalidArgument(argument=self._keys()[piece.table], was=was, must=must)
+                    raise InvalidArgument(argument=self.table_keys[piece.table], was=was, must=must)
                 state[f"{prefix}pieces.{number}"] = _cut(whole, piece)
 
 
-def whole_state(model: torch.nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """`state` with whole tables in the place of pieces. Collective."""
-    for prefix, module in _bags(model):
-        for key in [one for one in state if one.startswith(f"{prefix}pieces.")]:
-            del state[key]
-        state |= {prefix + key: table for key, table in module.whole_tables().items()}
-    return state
-
-
-def _bags(model: torch.nn.Module) -> Iterable[tuple[str, ShardedEmbeddingBag]]:
+def bags_of(model: torch.nn.Module) -> Iterator[tuple[str, ShardedEmbeddingBag]]:
+    """Those of a model, with what their names in its state begin with."""
     for name, module in model.named_modules():
         if isinstance(module, ShardedEmbeddingBag):
             yield (f"{name}." if name else ""), module

@@ -1,0 +1,194 @@
+"""Rank functions for checkpoints in files: read in parts, written one tensor after the other."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import torch
+from layer_targets import NORMED, STRATEGY, Normed, same
+from safetensors.torch import load_file, save_file
+
+import undertow as ut
+from undertow.errors import UndertowError
+from undertow.nn import weights_file
+
+PLAN = {**NORMED, "words": ut.nn.Vocabulary(), "out": ut.nn.Column(gather_output=True)}
+
+
+class Model(torch.nn.Module):
+    """Tied words, a block that is cut, one that is not, a buffer that is kept and one that is not."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(11, 4)
+        self.block, self.whole = Normed(), torch.nn.Linear(4, 4)
+        self.out = torch.nn.Linear(4, 11, bias=False)
+        self.out.weight = self.words.weight
+        self.register_buffer("seen", torch.arange(3))
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+        self.to(dtype)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.whole(self.block(self.words(text))) * self.scale
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def there_and_back(folder: str, file_bytes: int, dtype: torch.dtype) -> bool:
+    """Files of the ordinary model, into shards that had no memory, and to files again: bit for bit."""
+    group = same()
+    plain = Model(dtype)
+    first, second = Path(folder) / "plain", Path(folder) / "again"
+    ut.nn.save_checkpoint(plain, first, file_bytes=file_bytes)  # as one rank would, as no layer has a group
+    group.barrier()
+    with ut.nn.without_weights():
+        model = Model(dtype)
+    assert all(one.is_meta for one in model.parameters())
+    assert not model.scale.is_meta
+    ut.nn.parallelize(model, PLAN, strategy=STRATEGY)
+    model.whole.bias.requires_grad_(False)
+    ut.nn.load_checkpoint(model, first)
+    assert model.words.weight is model.out.weight
+    assert not model.whole.bias.requires_grad
+    text = torch.tensor([[1, 2], [10, 0]])
+    near = {"rtol": 5e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(model(text), plain(text), **near)
+    model(text).sum().backward()
+    assert model.words.weight.grad is not None
+    ut.nn.save_checkpoint(model, second, file_bytes=file_bytes)
+    want = plain.state_dict()
+    for place in (first, second):
+        read = weights_file.Weights(place)
+        assert read.names == want.keys() - {"out.weight"}
+        assert all(torch.equal(read[name], want[name]) for name in read.names)
+        if file_bytes > 1 << 20 and group.rank == 0:
+            held = load_file(place / "model.safetensors")  # the format's own reader
+            assert all(torch.equal(held[name], want[name]) for name in held)
+    if group.rank == 0:
+        assert len(list(second.glob("*.safetensors"))) == (1 if file_bytes > 1 << 20 else 10)
+    return True
+
+
+def into_what_has_weights(folder: str) -> bool:
+    """Of another type, by either name of what is tied, in a file of the format's own writer; and some of it only."""
+    group = same()
+    plain, model = Model(), ut.nn.parallelize(Model(), PLAN, strategy=STRATEGY)
+    file = Path(folder) / "weights.safetensors"
+    state = {
+        name: one.to(torch.float32) if one.is_floating_point() else one for name, one in plain.state_dict().items()
+    }
+    del state["words.weight"]
+    if group.rank == 0:
+        save_file(state, file, {"format": "pt"})
+        save_file({"whole.weight": torch.ones(4, 4, dtype=torch.float64)}, Path(folder) / "part.safetensors")
+    group.barrier()
+    before = model.words.weight
+    ut.nn.load_checkpoint(model, file)
+    assert model.words.weight is before is model.out.weight
+    found = ut.nn.full_state_dict(model)
+    assert all(torch.equal(found[name], one.to(found[name].dtype)) for name, one in state.items())
+    ut.nn.load_checkpoint(model, Path(folder) / "part.safetensors", strict=False)
+    assert bool((model.whole.weight == 1).all())
+    return torch.equal(ut.nn.full_state_dict(model)["block.first.weight"], found["block.first.weight"])
+
+
+def tables(folder: str) -> bool:
+    """Embedding tables whose pieces are on several ranks."""
+    group = same()
+    kinds = [ut.nn.Table("a", 9, 4), ut.nn.Table("b", 40, 4)]
+    bags, other = (torch.nn.ModuleDict({"bags": ut.nn.ShardedEmbeddingBag(kinds)}) for _ in range(2))
+    with torch.no_grad():
+        for piece in bags.parameters():
+            piece.copy_(torch.randn(piece.shape) + group.rank)
+    ut.nn.save_checkpoint(bags, folder)
+    ut.nn.load_checkpoint(other, folder)
+    want, got = ut.nn.full_state_dict(bags), ut.nn.full_state_dict(other)
+    assert set(want) == {"bags.embedding_bags.a.weight", "bags.embedding_bags.b.weight"}
+    return all(torch.equal(got[name], want[name]) for name in want)
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """Each leaves the model as it was, and the group goes on."""
+    group, place = same(), Path(folder)
+    plain, model = Model(), ut.nn.parallelize(Model(), PLAN, strategy=STRATEGY)
+    with ut.nn.without_weights():
+        empty = ut.nn.parallelize(Model(), PLAN)
+    with torch.device("meta"):
+        bare = Model()
+    state = {name: one for name, one in plain.state_dict().items() if name != "out.weight"}
+    if group.rank == 0:
+        save_file(state, place / "right.safetensors")
+        save_file({name: one for name, one in state.items() if "norm" not in name}, place / "less.safetensors")
+        save_file({**state, "more": torch.ones(2)}, place / "more.safetensors")
+        save_file({**state, "block.first.weight": torch.ones(12, 5)}, place / "shape.safetensors")
+        (place / "damaged.safetensors").write_bytes(b"\xff" * 30)
+        (place / "no folder").write_bytes(b"")
+    group.barrier()
+    before = ut.nn.full_state_dict(model)
+    elsewhere = str(place / "right.safetensors") if group.rank == 0 else str(place / "missing")
+    calls = {
+        "nothing": lambda: ut.nn.load_checkpoint(model, place / "missing"),
+        "less": lambda: ut.nn.load_checkpoint(model, place / "less.safetensors"),
+        "more": lambda: ut.nn.load_checkpoint(model, place / "more.safetensors"),
+        "shape": lambda: ut.nn.load_checkpoint(model, place / "shape.safetensors"),
+        "damaged": lambda: ut.nn.load_checkpoint(model, place / "damaged.safetensors"),
+        "memory": lambda: ut.nn.load_checkpoint(empty, place / "less.safetensors", strict=False),
+        "buffers": lambda: ut.nn.load_checkpoint(bare, place / "right.safetensors"),
+        "one rank": lambda: ut.nn.load_checkpoint(model, elsewhere),
+        "over another": lambda: ut.nn.save_checkpoint(model, place),
+        "a file": lambda: ut.nn.save_checkpoint(model, place / "no folder"),
+        "size": lambda: ut.nn.save_checkpoint(model, place / "new", file_bytes=0),
+        "type": lambda: ut.nn.save_checkpoint(
+            torch.nn.ParameterDict({"a": torch.ones(1, dtype=torch.complex64)}), place / "new"
+        ),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "nothing"
+        except UndertowError as error:
+            found[name] = str(error).replace(folder, "")
+    after = ut.nn.full_state_dict(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(one.is_meta for one in empty.parameters())
+    ut.nn.load_checkpoint(model, place / "right.safetensors")
+    return found
+
+
+def a_full_disk(folder: str) -> str:
+    """The rank that writes goes on with the others' parts, and all of its group are told."""
+    group = same()
+    model = ut.nn.parallelize(Model(), PLAN, strategy=STRATEGY)
+    written, real = [], weights_file._write_tensors
+
+    def full(file: object, listed: object, tensor: object) -> None:
+        written.append(1)
+        if len(written) == 3:
+            raise OSError(28, "No space left on device")
+        real(file, listed, tensor)  # type: ignore[arg-type]
+
+    weights_file._write_tensors = full  # type: ignore[assignment]
+    try:
+        ut.nn.save_checkpoint(model, Path(folder) / "new", file_bytes=1)
+        said = "nothing"
+    except (UndertowError, OSError) as error:
+        said = str(error)
+    assert not list(Path(folder).glob("new/*index*"))
+    assert not list(Path(folder).glob("new/.*"))
+    group.barrier()
+    return said
+
+
+def of_a_copy(folder: str) -> bool:
+    """A copy of a model without memory is filled by itself."""
+    same()
+    plain = Model()
+    ut.nn.save_checkpoint(plain, folder)
+    ut.as_group(None).barrier()
+    with ut.nn.without_weights():
+        model = ut.nn.parallelize(Model(), PLAN)
+    other = copy.deepcopy(model)
+    ut.nn.load_checkpoint(other, folder)
+    assert all(one.is_meta for one in model.parameters())
+    return torch.equal(ut.nn.full_state_dict(other)["words.weight"], plain.words.weight)

@@ -1,0 +1,137 @@
+"""Checkpoints in files, in real ranks: nobody holds the model, and all have its weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import checkpoint_targets as targets
+import pytest
+import torch
+from safetensors.torch import save
+
+import undertow as ut
+from undertow.errors import InvalidArgument
+from undertow.nn import weights_file
+
+
+@pytest.mark.parametrize(
+    ("ranks", "file_bytes", "dtype"),
+    [(1, 5 << 30, torch.float32), (2, 1, torch.float64), (3, 5 << 30, torch.float64), (2, 5 << 30, torch.bfloat16)],
+)
+def test_there_and_back(ranks: int, file_bytes: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    assert all(ut.launch(targets.there_and_back, ranks, device="cpu", args=(str(tmp_path), file_bytes, dtype)))
+
+
+@pytest.mark.parametrize("target", [targets.into_what_has_weights, targets.tables, targets.of_a_copy])
+def test_other_ways(target: object, tmp_path: Path) -> None:
+    assert all(ut.launch(target, 2, device="cpu", args=(str(tmp_path),)))  # type: ignore[arg-type]
+
+
+def test_refusals(tmp_path: Path) -> None:
+    norm = "block.norm.weight, block.norm.bias"
+    must = "one of this model; strict=False takes what there is."
+    for rank, found in enumerate(ut.launch(targets.refusals, 2, device="cpu", args=(str(tmp_path),))):
+        assert found == {
+            "nothing": "path is '/missing', but must be a .safetensors file or a folder with some.",
+            "less": f"path is a checkpoint without {norm}, but must be {must}",
+            "more": f"path is a checkpoint with more, which the model has not, but must be {must}",
+            "shape": "block.first.weight is of shape [12, 5] in the checkpoint, but must be [12, 4].",
+            "damaged": (
+                "file /damaged.safetensors is one of 30 bytes with a header of 18446744073709551615, but must be a"
+                " whole .safetensors file."
+            ),
+            "memory": f"path is a checkpoint without {norm}, but must be one with all that has no memory yet.",
+            "buffers": (
+                "model is one without memory for scale, but must be made under ut.nn.without_weights(), which leaves"
+                " buffers as they are."
+            ),
+            "one rank": (
+                "path is '/missing', but must be a .safetensors file or a folder with some."
+                if rank == 1
+                else "Rank 1 could not read the checkpoint: path is '/missing', but must be a .safetensors file or a"
+                " folder with some."
+            ),
+            "over another": _of_the_writer(rank, "path is '', which has weights, but must be a folder without any."),
+            "a file": _of_the_writer(
+                rank, "path is '/no folder', which has weights, but must be a folder without any."
+            ),
+            "size": "file_bytes is 0, but must be at least 1.",
+            "type": (
+                "a is of torch.complex64, but must be one of bool, uint8, int8, int16, int32, int64, float16, bfloat16,"
+                " float32, float64, float8_e4m3fn, float8_e5m2."
+            ),
+        }
+
+
+def _of_the_writer(rank: int, said: str) -> str:
+    return said if rank == 0 else f"Rank 0 could not write the checkpoint: {said}"
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    said = ut.launch(targets.a_full_disk, 2, device="cpu", args=(str(tmp_path),))
+    full = "[Errno 28] No space left on device"
+    assert said == [full, f"Rank 0 could not write the checkpoint: {full}"]
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    """One sentence, whatever is damaged; the same numbers, where nothing that counts is."""
+    file, chance = tmp_path / "some.safetensors", random.Random(5)
+    held = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(0, 4), "c": torch.tensor(3, dtype=torch.int8)}
+    right = save(held)
+    said: list[str] = []
+    for turn in range(600):
+        wrong = bytearray(right)
+        for _ in range(turn % 4):
+            wrong[chance.randrange(len(wrong))] = chance.randrange(256)
+        file.write_bytes(bytes(wrong[: chance.randrange(len(wrong))] if turn % 5 == 4 else wrong))
+        try:
+            found = weights_file.WeightsFile(file)
+        except InvalidArgument as error:
+            said.append(str(error))
+        else:
+            for name, one in found.entries.items():
+                assert tuple(found.tensor(name).shape) == one.shape
+    assert len(said) > 200
+    assert all(one.startswith(f"file {file} is ") and "\n" not in one for one in said)
+    file.write_bytes(right)
+    assert all(torch.equal(weights_file.WeightsFile(file).tensor(name), one) for name, one in held.items())
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "tensor 'a' has bytes [0, 4)"),
+        ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, "shape [-1]"),
+        ({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "shape [True]"),
+        ({"a": {"dtype": "I4", "shape": [1], "data_offsets": [0, 4]}}, "its header is wrong: 'I4'"),
+        ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "tensor 'a' has bytes [4, 8)"),
+        ({"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, "8 bytes of tensors, of which 3 are told of"),
+        ({"a": {"dtype": "F32", "shape": [1 << 61], "data_offsets": [0, 4]}}, "tensor 'a' has bytes [0, 4)"),
+        ([], "its header is wrong"),
+    ],
+)
+def test_wrong_headers(header: object, said: str, tmp_path: Path) -> None:
+    text = json.dumps(header).encode()
+    file = tmp_path / "wrong.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(InvalidArgument) as refused:
+        weights_file.WeightsFile(file)
+    assert said in str(refused.value).replace("whose header is wrong", "its header is wrong")
+
+
+def test_bytes_that_do_not_lie_evenly(tmp_path: Path) -> None:
+    text = json.dumps({"a": {"dtype": "F64", "shape": [2], "data_offsets": [0, 16]}}).encode()
+    text += b" " * (3 - len(text) % 8)
+    file = tmp_path / "odd.safetensors"
+    file.write_bytes(
+        len(text).to_bytes(8, "little") + text + torch.tensor([1.0, 2.0], dtype=torch.float64).numpy().tobytes()
+    )
+    assert weights_file.WeightsFile(file).tensor("a").tolist() == [1.0, 2.0]
+
+
+def test_an_index_that_leads_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / weights_file.INDEX).write_text(json.dumps({"weight_map": {"a": "../other.safetensors"}}))
+    with pytest.raises(InvalidArgument, match="it names files elsewhere"):
+        weights_file.Weights(tmp_path)
