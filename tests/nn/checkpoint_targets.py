@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -192,3 +196,50 @@ def of_a_copy(folder: str) -> bool:
     ut.nn.load_checkpoint(other, folder)
     assert all(one.is_meta for one in model.parameters())
     return torch.equal(ut.nn.full_state_dict(other)["words.weight"], plain.words.weight)
+
+
+class Wide(torch.nn.Module):
+    """64 weights of 4 MB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for kind in "ab":
+            layers = [torch.nn.Linear(1024, 1024, bias=False, dtype=torch.float32) for _ in range(32)]
+            setattr(self, kind, torch.nn.ModuleList(layers))
+
+
+def memory(folder: str) -> tuple[float, float]:
+    """MB of a rank's own that filling a model takes at most, and writing it, beyond what the rank has before."""
+    group = same()
+    if group.rank == 0:
+        ut.nn.save_checkpoint(Wide(), folder)
+    group.barrier()
+    with ut.nn.without_weights():
+        model = ut.nn.parallelize(Wide(), {"a.*": ut.nn.Column(), "b.*": ut.nn.Row()}, strategy=STRATEGY)
+    with _watched() as filling:
+        ut.nn.load_checkpoint(model, folder)
+    with _watched() as writing:
+        ut.nn.save_checkpoint(model, Path(folder) / "again")
+    return filling[0], writing[0]
+
+
+@contextlib.contextmanager
+def _watched() -> Iterator[list[float]]:
+    """The most that is held inside, looked at every two milliseconds."""
+
+    def held() -> float:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) / 1024
+
+    gc.collect()
+    before, most, ended = held(), [0.0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            most[0] = max(most[0], held() - before)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    yield most
+    ended.set()
+    watching.join()

@@ -29,6 +29,13 @@ def test_other_ways(target: object, tmp_path: Path) -> None:
     assert all(ut.launch(target, 2, device="cpu", args=(str(tmp_path),)))  # type: ignore[arg-type]
 
 
+def test_no_rank_holds_the_model(tmp_path: Path) -> None:
+    """256 MB, of which each of two ranks has half."""
+    for filling, writing in ut.launch(targets.memory, 2, device="cpu", args=(str(tmp_path),)):
+        assert 100 < filling < 160
+        assert writing < 80
+
+
 def test_refusals(tmp_path: Path) -> None:
     norm = "block.norm.weight, block.norm.bias"
     must = "one of this model; strict=False takes what there is."
