@@ -199,12 +199,12 @@ def of_a_copy(folder: str) -> bool:
 
 
 class Wide(torch.nn.Module):
-    """64 weights of 4 MB each."""
+    """32 weights of 4 MB each."""
 
     def __init__(self) -> None:
         super().__init__()
         for kind in "ab":
-            layers = [torch.nn.Linear(1024, 1024, bias=False, dtype=torch.float32) for _ in range(32)]
+            layers = [torch.nn.Linear(1024, 1024, bias=False, dtype=torch.float32) for _ in range(16)]
             setattr(self, kind, torch.nn.ModuleList(layers))
 
 
