@@ -14,6 +14,11 @@ def test_an_embedding(ranks: int, dtype: torch.dtype) -> None:
     assert all(ut.launch(targets.embeddings, ranks, device="cpu", args=(dtype,)))
 
 
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.bfloat16), (3, torch.float64)])
+def test_an_embedding_in_sequence_parallel(ranks: int, dtype: torch.dtype) -> None:
+    assert all(ut.launch(targets.in_sequence_parallel, ranks, device="cpu", args=(dtype,)))
+
+
 def test_words_that_are_none() -> None:
     for said in ut.launch(targets.wrong_words, 2, device="cpu"):
         assert said == [

@@ -45,6 +45,35 @@ def embeddings(dtype: torch.dtype) -> bool:
     return len(made.weight) == 3 * len(torch.arange(4).tensor_split(group.size)[group.rank])
 
 
+def in_sequence_parallel(dtype: torch.dtype) -> bool:
+    """Each rank's rows of the whole, to the bit, and gradients of the table; rows as they are told, none too."""
+    group = same()
+    plain = torch.nn.Embedding(11, 6, 10, dtype=dtype)
+    layer = ut.nn.VocabularyParallelEmbedding.from_embedding(plain, sequence_parallel=True)
+    graph = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for shape in ((7,), (5, 3), (2, 1, 4), (group.size - 1, 2)):
+        ids = torch.randint(0, 11, shape)
+        others = [shape[0] - 1, 1, *[0] * group.size][: group.size]
+        for rows in (None, others if sum(others) == shape[0] else None):
+            mine = (lambda one: one.tensor_split(group.size)) if rows is None else (lambda one: one.split(others))  # noqa: B023
+            for called in (layer, graph):
+                plain.zero_grad()
+                layer.zero_grad()
+                want, got = plain(ids), called(ids, rows)
+                assert torch.equal(got, mine(want)[group.rank])
+                weight = torch.randint(-3, 4, want.shape).to(dtype)
+                (want * weight).sum().backward()
+                (got * mine(weight)[group.rank]).sum().backward()
+                assert torch.equal(layer.weight.grad, layer.cuts["weight"].take(plain.weight.grad, group.rank))
+    made = ut.nn.parallelize(torch.nn.Sequential(plain), {"0": ut.nn.Vocabulary(sequence_parallel=True)})
+    assert made[0].sequence_parallel
+    try:
+        layer(torch.tensor(3))
+    except UndertowError as error:
+        return str(error) == "ids is of shape [], but must be [S, ...], whose rows ranks share out."
+    return False
+
+
 def wrong_words() -> list[str]:
     """All ranks refuse, and the group goes on."""
     same()

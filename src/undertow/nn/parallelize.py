@@ -58,9 +58,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """An embedding, cut by its rows; what it gives is summed. A last layer with the same weight is a `Column`."""
+    """An embedding, cut by its rows; what it gives is summed, or summed and scattered in the sequence-parallel form. A
+    last layer with the same weight is a `Column`."""
 
     unit: Unit = 1
+    sequence_parallel: bool = False
     optional: Optional = False
 
 
@@ -272,7 +274,9 @@ def _made(layer: torch.nn.Module, style: Parted, unit: int, group: str, strategy
         return TensorParallelExperts(layer, group=group, unit=unit, strategy=strategy)
     if isinstance(style, Vocabulary):
         assert isinstance(layer, torch.nn.Embedding), "_chosen takes nothing else"
-        return VocabularyParallelEmbedding.from_embedding(layer, group=group, unit=unit, strategy=strategy)
+        return VocabularyParallelEmbedding.from_embedding(
+            layer, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel
+        )
     assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
     if isinstance(style, Row):
         return RowParallelLinear.from_linear(

@@ -5,27 +5,34 @@
 | tensor | shape on rank r |
 |---|---|
 | weight_r | [V_r, H]: the rows from `first` on |
-| ids | [...], the same on all ranks |
-| y | [..., H], the same on all ranks |
+| ids | [S, ...], the same on all ranks |
+| y | [S, ..., H], the same on all ranks; sequence parallel: [S_r, ..., H] |
 
 Each rank looks up what it has, and zeros in the place of the rest, so the sum over ranks is the row itself, to the bit.
 The gradient of a row stays where the row is; nothing moves in the backward pass. There is next to no computation that
 the sum could be hidden beneath, so it is `serial`, over the lane that was asked for.
+
+In the sequence-parallel form the sum is scattered by the first dimension, and the gradient dy_r gathered: each rank
+needs those of all rows. Both are Undertow's own collectives.
 
 A last layer that has the same weight (tied) is cut alike, by columns of its result: `parallelize` keeps the two one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import settings
+from ..collective.operators import all_gather, reduce_scatter
 from ..errors import InvalidArgument
+from ..fabric.registry import named
 from ..ops.operands import check_dtype
 from ..ops.rows_all_reduce import Tensors, rows_all_reduce
-from ..plan.plan import as_written
+from ..plan.plan import as_written, split
 from .sharded import Cut, Sharded
 
 if TYPE_CHECKING:
@@ -46,6 +53,7 @@ class VocabularyParallelEmbedding(Sharded):
         padding_idx: int | None = None,
         *,
         group: AnyGroup = None,
+        sequence_parallel: bool = False,
         unit: int = 1,
         strategy: str = "auto",
         device: torch.device | str | None = None,
@@ -53,28 +61,35 @@ class VocabularyParallelEmbedding(Sharded):
     ) -> None:
         check_dtype("dtype", dtype or torch.get_default_dtype())
         whole = torch.nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
-        self._cut_from(whole, group, unit, strategy)
+        self._cut_from(whole, group, unit, strategy, sequence_parallel)
 
     @classmethod
     def from_embedding(
-        cls, embedding: torch.nn.Embedding, *, group: AnyGroup = None, unit: int = 1, strategy: str = "auto"
-    ) -> VocabularyParallelEmbedding:
+        cls, embedding: torch.nn.Embedding, *, group: AnyGroup = None, unit: int = 1, strategy: str = "auto",
+        sequence_parallel: bool = False,
+    ) -> VocabularyParallelEmbedding:  # fmt: skip
         """This rank's part of an embedding that every rank holds."""
         made = cls.__new__(cls)
-        made._cut_from(embedding, group, unit, strategy)
+        made._cut_from(embedding, group, unit, strategy, sequence_parallel)
         return made
 
-    def _cut_from(self, whole: torch.nn.Embedding, group: AnyGroup, unit: int, strategy: str) -> None:
+    def _cut_from(
+        self, whole: torch.nn.Embedding, group: AnyGroup, unit: int, strategy: str, sequence_parallel: bool
+    ) -> None:
         lane = "" if strategy == "auto" else as_written(strategy)[1]
         super().__init__(group, f"serial:{lane}" if lane else "auto")
         cut = cut_of(whole, unit, self.ranks)
         self.num_embeddings, self.embedding_dim = whole.num_embeddings, whole.embedding_dim
+        self.sequence_parallel = sequence_parallel
         self.padding_idx = whole.padding_idx  # of the whole; torch has made it one that counts from the front
         self.first = cut.bounds(0, self.rank)[0]
         self.add_sharded("weight", whole.weight, cut, whole.weight.requires_grad)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """ids [...], of 32 or 64 bits, the same on all ranks -> [..., H]."""
+    def forward(self, ids: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
+        """ids [S, ...], of 32 or 64 bits, the same on all ranks -> [S, ..., H], or [S_r, ..., H].
+
+        `rows[r]`: S_r, if not as torch.tensor_split cuts S (sequence parallel only).
+        """
         if ids.dtype not in _INDEX_TYPES:
             raise InvalidArgument(argument="ids", was=f"of {ids.dtype}", must="of torch.int32 or torch.int64")
         if ids.device != self.weight.device:
@@ -82,6 +97,13 @@ class VocabularyParallelEmbedding(Sharded):
             raise InvalidArgument(argument="ids", was=f"on {ids.device}", must=must)
         if not torch.compiler.is_compiling() and (ids.device.type == "cpu" or settings.CHECK.is_on()):
             self._check(ids)
+        if self.sequence_parallel:
+            if ids.dim() == 0:
+                raise InvalidArgument(argument="ids", was="of shape []", must="[S, ...], whose rows ranks share out")
+            shares = [stop - start for start, stop in split(ids.shape[0], self.ranks)] if rows is None else rows
+            counts = [one * math.prod(ids.shape[1:]) for one in shares]
+            mine: torch.Tensor = _scatter(self._look_up((ids.reshape(-1),), (self.weight,)), counts, self.group_name)
+            return mine.reshape(shares[self.rank], *ids.shape[1:], self.embedding_dim)
         y = rows_all_reduce(
             self._look_up, (ids.reshape(-1),), (self.weight,), self.embedding_dim, dtype=self.weight.dtype,
             group=self.group_name, strategy=self.strategy,
@@ -113,6 +135,27 @@ class VocabularyParallelEmbedding(Sharded):
     def extra_repr(self) -> str:
         held = f"{self.num_embeddings} of which {self.weight.shape[0]}"
         return f"{held}, {self.embedding_dim}, rank {self.rank}/{self.ranks}"
+
+
+@torch.library.custom_op("undertow::sum_of_own_rows", mutates_args=())
+def _scatter(y: torch.Tensor, rows: Sequence[int], group: str) -> torch.Tensor:
+    """This rank's rows of the sum of every rank's y [M, H]."""
+    return reduce_scatter(y.contiguous(), rows=rows, group=named(group))
+
+
+@torch.library.custom_op("undertow::rows_of_all", mutates_args=())
+def _gather(y: torch.Tensor, rows: Sequence[int], group: str) -> torch.Tensor:
+    """Every rank's rows, one after the other."""
+    return all_gather(y.contiguous(), rows=rows, group=named(group))
+
+
+def _setup(ctx: Any, inputs: tuple[torch.Tensor, list[int], str], output: torch.Tensor) -> None:
+    _, ctx.rows, ctx.group = inputs
+
+
+_scatter.register_fake(lambda y, rows, group: y.new_empty(rows[named(group).rank], y.shape[1]))
+_scatter.register_autograd(lambda ctx, dy: (_gather(dy, ctx.rows, ctx.group), None, None), setup_context=_setup)
+_gather.register_fake(lambda y, rows, group: y.new_empty(sum(rows), y.shape[1]))
 
 
 def cut_of(embedding: torch.nn.Embedding, unit: int, ranks: int) -> Cut:
