@@ -207,6 +207,11 @@ def whole_or_not_at_all() -> list[object]:
     except UndertowError as error:
         said.append(str(error))
     said.append(type(model.first).__name__)
+    try:
+        ut.nn.parallelize(model, {"first": ut.nn.Column(), "norm": ut.nn.Shared()}, strategy="quickly")
+    except UndertowError as error:
+        said.append(str(error).partition(",")[0])
+    said.append(type(model.first).__name__)
     ut.nn.parallelize(model, {"norm": ut.nn.Shared(), "first": ut.nn.Column()})
     ut.nn.parallelize(model, {"norm": ut.nn.Shared()})
     model.norm(torch.ones(1, 8)).sum().backward()
@@ -216,4 +221,10 @@ def whole_or_not_at_all() -> list[object]:
     block.eval()
     block(torch.ones(2, HIDDEN))
     said.append(block.experts._model[0].training)
+    seen: list[int] = []
+    block = Block()
+    block.experts.register_forward_pre_hook(lambda *_: seen.append(1))
+    ut.nn.parallelize(block, PLAN)
+    block(torch.ones(2, HIDDEN))
+    said.append(len(seen))
     return said

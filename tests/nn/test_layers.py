@@ -47,7 +47,19 @@ def test_checkpoints() -> None:
     assert all(ut.launch(targets.checkpoints, 2, device="cpu"))
 
 
-@pytest.mark.parametrize(("how", "ranks"), [("FSDP2", 4), ("copy", 2), ("recomputed", 2), ("graph", 2), ("frozen", 2)])
+@pytest.mark.parametrize(
+    ("how", "ranks"),
+    [
+        ("FSDP2", 4),
+        ("copy", 2),
+        ("recomputed", 2),
+        ("graph", 2),
+        ("frozen", 2),
+        ("patched", 2),
+        ("named twice", 2),
+        ("layer by layer", 2),
+    ],
+)
 def test_gradients_of_what_ranks_share(how: str, ranks: int) -> None:
     assert all(ut.launch(targets.shared_gradients, ranks, device="cpu", args=(how,)))
 

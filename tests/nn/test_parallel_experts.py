@@ -32,7 +32,7 @@ def test_one_graph() -> None:
 def test_a_plan_is_carried_out_whole_or_not_at_all() -> None:
     for said in ut.launch(targets.whole_or_not_at_all, 2, device="cpu"):
         refused = "the inner size of experts is 20, but must be a multiple of 8, its unit."
-        assert said == [refused, "Linear", True, False]
+        assert said == [refused, "Linear", "strategy is 'quickly'", "Linear", True, False, 1]
 
 
 def test_refusals() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from layer_targets import CLOSE, STRATEGY, same
+from torch.nn.utils.prune import random_unstructured
 
 import undertow as ut
 from undertow.errors import UndertowError
@@ -159,7 +160,17 @@ def tied() -> bool:
         model.load_state_dict(given, assign=True, strict=False)
         assert model[0].weight is model[3].weight
         assert torch.equal(ut.nn.full_state_dict(model)["0.weight"], given["3.weight"])
-    return True
+    for part in (model[0], model[3]):  # one of the two alone
+        part.load_state_dict({"weight": torch.randn(13, 8)}, assign=True)
+        assert model[0].weight is model[3].weight
+    held = model[3]
+    model[3] = torch.nn.Identity()
+    model.load_state_dict(dict(list(other.state_dict().items())[:-1]), assign=True)
+    assert held.weight is model[0].weight
+    model[3] = held
+    held.weight = torch.nn.Parameter(held.weight.detach().clone())  # untied by the user
+    model.load_state_dict(other.state_dict(), assign=True)
+    return model[0].weight is not model[3].weight
 
 
 def hooked() -> bool:
@@ -179,7 +190,17 @@ def hooked() -> bool:
     for handle in handles:
         handle.remove()
     model[0](torch.tensor([1]))
-    return len(seen) == 3
+    assert len(seen) == 3
+    said = []
+    for prune in (lambda one: random_unstructured(one, "weight", 0.5), torch.nn.utils.weight_norm):
+        model = _language_model()
+        prune(model[1])
+        try:
+            ut.nn.parallelize(model, {"1": ut.nn.Row()})
+        except UndertowError as error:
+            said.append(str(error))
+    must = "a parameter: prune.remove, remove_weight_norm or remove_parametrizations makes it one"
+    return said == [f"weight of 1 is computed from other tensors, but must be {must}."] * 2
 
 
 def tied_refusals() -> list[str]:

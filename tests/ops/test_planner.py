@@ -395,3 +395,8 @@ def test_posts_are_tried_where_they_are_asked_for(monkeypatch: pytest.MonkeyPatc
         assert tuning._may_be_tried(on["cuda"], plans["peer"], "")
         assert not tuning._may_be_tried(on["cuda"], plans["peer"], "ranks differ")
         assert tuning._may_be_tried(on["cpu"], plans["dma"], ""), "a thread of the CPU moves its own tiles"
+        known = SimpleNamespace(plan=plans["dma"])
+        monkeypatch.setattr(tuning.cache, "load", lambda *_: known)  # noqa: B023
+        monkeypatch.setattr(tuning, "available", lambda group: ["dma"])
+        group: Any = SimpleNamespace(exchange=lambda mine, what: [mine])
+        assert (tuning._on_disk(on["cuda"], "", {}, group, "") is known) == posts

@@ -15,7 +15,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .copy_context import Copies
 
 
+Made = TypeVar("Made")
 _MOMENT = 0.2  # seconds
 
 
@@ -96,12 +97,12 @@ class Proxy(Service):
         self._segment: Segment | None = None
         self._copies: Copies | None = None
         self.head: torch.Tensor  # counter of tickets, in device memory because not every link has atomics
-        words = self._by_all(lambda: self._make_ring(fabric))
+        words = self._by_all(lambda: self._make_ring(fabric), "a proxy's ring and streams")
         self.posts = PostRing(self.group, words, capacity, signals)
         self._stop = np.zeros(1, np.int32)
         self.stop_address = int(self._stop.ctypes.data)  # of a word that is set when the proxy is to end
         self.patience = np.zeros(1, np.int64)  # nanoseconds for what nobody takes, from then on
-        self._drain = self._make_drain(fabric, lane)
+        self._drain = self._by_all(lambda: self._make_drain(fabric, lane), "a proxy's drain")
         self.group.barrier()
         self._thread = threading.Thread(target=self._run, name="undertow-proxy", daemon=True)
         self._thread.start()
@@ -123,15 +124,18 @@ class Proxy(Service):
         self._load_ahead(fabric)
         return torch.zeros(size // ring_layout.WORD_BYTES, dtype=torch.int64, device="cpu", pin_memory=True)
 
-    def _by_all(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _by_all(self, make: Callable[[], Made], what: str) -> Made:
         """What `make` makes. What fails is told to all ranks: none may be left waiting for this one."""
         made, failure = None, ""
         try:
             made = make()
-        except (errors.UndertowError, RuntimeError, OSError) as error:  # torch's word for no memory is a RuntimeError
-            failure = str(error)
-        for rank, reason in enumerate(self.group.exchange(failure, "a proxy's ring and streams")):
+        except (RuntimeError, OSError, MemoryError) as error:  # torch's word for no memory is a RuntimeError
+            self.group.check()
+            failure = str(error) or type(error).__name__
+        for rank, reason in enumerate(self.group.exchange(failure, what)):
             if reason:
+                if self._copies is not None:
+                    self._copies.end()
                 raise errors.AllocationFailed(rank=rank, reason=reason)
         assert made is not None
         return made

@@ -10,14 +10,13 @@ from torch.distributed.tensor import DTensor
 from ..collective.operators import all_gather
 from ..errors import InvalidArgument
 from ..fabric.registry import named
-from .embedding import bags_of
+from .embedding import as_saved, bags_of
 from .sharded import Cut, Sharded
 
 
 class Shard(NamedTuple):
-    """How a parameter was cut, by which module, over which group."""
+    """How a parameter was cut, over which group."""
 
-    name: str
     cut: Cut
     group_name: str
 
@@ -56,15 +55,18 @@ def state_and_shards(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], d
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)  # first, as FSDP may change parameters for it
     pieces = {id(piece) for _, bag in bags_of(model) for piece in bag.pieces}
     state = {key: one for key, one in state.items() if id(one) not in pieces}
-    shards: dict[int, Shard] = {}
+    there, shards = {id(one) for one in state.values()}, dict[int, Shard]()
     for prefix, module in model.named_modules():
         if isinstance(module, Sharded):
             for name, cut in module.cuts.items():
-                shards[id(module.get_parameter(name))] = Shard(f"{prefix}.{name}", cut, module.group_name)
-    left = shards.keys() - {id(one) for one in state.values()}
-    if left:
-        was = f"one whose state has no {shards[left.pop()].name.removeprefix('.')}"
-        raise InvalidArgument(argument="model", was=was, must="one with all shards of its layers in it")
+                key = as_saved(f"{prefix}.{name}" if prefix else name)
+                one: torch.Tensor | None = module._parameters.get(name)
+                if id(one) not in there:  # a hook has put something in its place
+                    one = state.get(key)
+                if one is None:
+                    must = "one with all shards of its layers in it"
+                    raise InvalidArgument(argument="model", was=f"one whose state has no {key}", must=must)
+                shards[id(one)] = Shard(cut, module.group_name)
     return state, shards
 
 

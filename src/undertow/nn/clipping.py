@@ -43,11 +43,20 @@ def clip_grad_norm_(
         all_reduce(part, op="max" if math.isinf(norm_type) else "sum", group=group)
         part = part[0].to(total.device)
         total = torch.maximum(total, part) if math.isinf(norm_type) else total + part
-    total = total ** (1 / power)
+    gradients = [one.grad for one in parameters if one.grad is not None]
+    wide = torch.float64 if any(one.dtype == torch.float64 for one in gradients) else torch.float32
+    total = (total ** (1 / power)).to(wide)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise InvalidArgument(argument="the norm of all gradients", was=float(total), must="finite")
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+    torch.nn.utils.clip_grads_with_norm_([one for one in parameters if not _is_sparse(one)], max_norm, total)
+    for one in gradients:
+        if one.is_sparse:
+            one._values().mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0).to(one.dtype))
     return total
+
+
+def _is_sparse(parameter: torch.nn.Parameter) -> bool:
+    return parameter.grad is not None and parameter.grad.is_sparse
 
 
 def _holders(model: torch.nn.Module) -> dict[int, str]:
@@ -64,7 +73,9 @@ def _holders(model: torch.nn.Module) -> dict[int, str]:
 
 def _norm(parameters: Sequence[torch.nn.Parameter], norm_type: float) -> torch.Tensor:
     """In 64 bits, whose square is no more than they hold."""
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    gradients = [
+        one.grad.coalesce().values() if one.grad.is_sparse else one.grad for one in parameters if one.grad is not None
+    ]
     device = parameters[0].device if parameters else "cpu"
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)

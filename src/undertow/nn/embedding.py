@@ -190,9 +190,14 @@ class ShardedEmbeddingBag(torch.nn.Module):
 
 def bags_of(model: torch.nn.Module) -> Iterator[tuple[str, ShardedEmbeddingBag]]:
     """Those of a model, with what their names in its state begin with."""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, ShardedEmbeddingBag):
-            yield (f"{name}." if name else ""), module
+            yield as_saved(f"{name}." if name else ""), module
+
+
+def as_saved(name: str) -> str:
+    """A name as it is in a state: torch's wrapper for activation checkpointing leaves its own part of it out there."""
+    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def _cut(whole: torch.Tensor, piece: Piece) -> torch.Tensor:

@@ -1,72 +1,71 @@
-"""What modules hold together: parameters that are whole on every rank, and parameters that several modules share."""
+"""Parameters that are whole on every rank: their gradients, of which each rank has a part, are summed.
+
+While such a module is called, its parameters' places hold the same numbers, whose gradients are sums over ranks. That
+is done by two hooks of the module. Hooks of the parameters would go with them: behind `fully_shard`, and in a copy, a
+module has others. FSDP puts its parameters into their places in a hook of its own, which comes first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from ..ops.rows_all_reduce import held_by_all
+from ..ops.rows_all_reduce import sum_over_ranks
+from .sharded import Sharded
+
+_KEY: Any = "undertow: gradients are summed"
+_GROUP, _OWN = "_undertow_sums_over", "_undertow_own"  # attributes of a module: a group's name; what it has meanwhile
 
 
-class SummedForward:
-    """A module's `forward` in which its parameters are those of all ranks: their gradients are sums over ranks.
+def sum_gradients(layer: torch.nn.Module, group: str) -> None:
+    """Of all parameters in `layer`, but for shards. Once, however often it is asked for."""
+    for module in layer.modules():
+        if isinstance(module, Sharded) or _GROUP in module.__dict__ or not module._parameters:
+            continue
+        setattr(module, _GROUP, group)
+        # As registering does, but by one key for all: compilers look for a hook by its key, which torch makes a new one
+        # for each, and would compile every layer anew.
+        module._forward_pre_hooks[_KEY] = _before
+        module._forward_hooks[_KEY] = _after
+        module._forward_hooks_always_called[_KEY] = True
 
-    Hooks of the parameters would go with them: behind `fully_shard`, and in a copy, a module has others.
-    """
 
-    def __init__(self, layer: torch.nn.Module, group: str) -> None:
-        self._layer, self._group = layer, group
-        self._own = layer.__dict__.get("forward")  # of one that somebody else has wrapped
+def _before(module: torch.nn.Module, _: object) -> None:
+    group = module.__dict__.get(_GROUP)  # none of a layer that took this one's place, and its hooks
+    if group is None or _OWN in module.__dict__ or not torch.is_grad_enabled():
+        return
+    own = {
+        name: one
+        for name, one in module._parameters.items()
+        if isinstance(one, torch.nn.Parameter) and one.requires_grad and not isinstance(one, DTensor)
+    }
+    setattr(module, _OWN, own)
+    for name, one in own.items():
+        module._parameters[name] = _HeldByAll.apply(one, group)  # type: ignore[no-untyped-call]
+
+
+def _after(module: torch.nn.Module, _: object, __: object) -> None:
+    module._parameters.update(module.__dict__.pop(_OWN, {}))
+
+
+class _HeldByAll(torch.autograd.Function):
+    """x, the same on all ranks, whose gradient is the sum of what each rank made of it."""
 
     @staticmethod
-    def give(layer: torch.nn.Module, group: str) -> None:
-        """Have the gradients of `layer` summed: once, however often it is asked for."""
-        if not isinstance(layer.__dict__.get("forward"), SummedForward):
-            layer.forward = SummedForward(layer, group)
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        own: dict[torch.nn.Module, dict[str, Any]] = {}
-        held: dict[torch.nn.Parameter, Any] = {}
-        if torch.is_grad_enabled():
-            for module in self._layer.modules():
-                own[module] = dict(module._parameters)
-        try:
-            for module, parameters in own.items():
-                for name, parameter in parameters.items():
-                    if parameter is not None and parameter.requires_grad:
-                        if parameter not in held:
-                            held[parameter] = held_by_all(parameter, self._group)
-                        module._parameters[name] = held[parameter]
-            if self._own is not None:
-                return self._own(*arguments, **options)
-            return type(self._layer).forward(self._layer, *arguments, **options)
-        finally:
-            for module, parameters in own.items():
-                module._parameters.update(parameters)
-
-
-class OneAgain:
-    """What several modules share, after `load_state_dict(assign=True)`, which gives each of them a parameter.
-
-    `names`: of the parameter, one for each module.
-    """
-
-    def __init__(self, names: Sequence[str], shared: torch.nn.Parameter) -> None:
-        self._names, self._shared = tuple(names), shared
-
-    def __call__(self, model: torch.nn.Module, _: object) -> None:
-        """As a hook behind loading. Where a checkpoint has only one of the names, that one counts."""
-        found = [model.get_parameter(name) for name in self._names]
-        self._shared = next((one for one in found if one is not self._shared), self._shared)
-        for name in self._names:
-            holder, _, own = name.rpartition(".")
-            setattr(model.get_submodule(holder), own, self._shared)
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_over_ranks(dy, ctx.group), None
 
 
 def carry_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:
-    """Hooks of a module that another takes the place of. The same dictionaries: who may remove a hook still can."""
+    """Hooks of the calls of a module, forward and backward, that another takes the place of. The same dictionaries: who
+    may remove a hook still can."""
     for name in (
         "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
         "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook",

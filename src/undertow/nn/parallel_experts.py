@@ -29,7 +29,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..ops.rows_all_reduce import GRAINS, Tensors, rows_all_reduce
-from .sharded import Cut, Sharded
+from .sharded import Cut, Sharded, check_strategy
 
 if TYPE_CHECKING:
     from .sharded import AnyGroup
@@ -50,6 +50,7 @@ class TensorParallelExperts(Sharded):
     def __init__(
         self, experts: torch.nn.Module, *, group: AnyGroup = None, unit: int = 1, strategy: str = "auto"
     ) -> None:
+        check_strategy(strategy)
         grain, colon, lane = strategy.partition(":")
         super().__init__(group, strategy if grain in ("auto", *GRAINS) else f"chunked{colon}{lane}")
         up_cut, down_cut = cuts_of(experts, unit, self.ranks)

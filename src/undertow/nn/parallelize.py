@@ -20,10 +20,10 @@ import torch
 from ..errors import InvalidArgument
 from ..fabric.registry import as_group
 from ..ops.operands import check_dtype
-from .held import OneAgain, SummedForward, carry_hooks
+from .held import carry_hooks, sum_gradients
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallel_experts import TensorParallelExperts, cuts_of
-from .sharded import Cut, Sharded
+from .sharded import Cut, Sharded, check_strategy
 from .vocabulary import VocabularyParallelEmbedding, cut_of
 
 if TYPE_CHECKING:
@@ -81,8 +81,9 @@ class Experts:
 class Shared:
     """Left whole on every rank, where it sees only the rank's part: gradients of its parameters are summed over ranks.
 
-    Norms of single heads, and, in the sequence-parallel form, norms of rows. `unit`: how many elements each of its
-    parameters has, None: any. `optional`: a model may have none.
+    Norms of single heads, and, in the sequence-parallel form, norms of rows. What is summed is what calls of the module
+    make of them, not what others do with its parameters. `unit`: how many elements each has, None: any. `optional`: a
+    model may have none.
     """
 
     unit: Unit | None = None
@@ -117,10 +118,11 @@ def parallelize(
 ) -> torch.nn.Module:
     """Replace, in place, every layer of `model` that `plan` names; returns the model.
 
-    The first pattern that matches a module counts. `strategy` is that of all the layers' operators. Hooks of a layer
-    are carried over; they see what this rank has.
+    The first pattern that matches a module counts. `strategy` is that of all the layers' operators. Hooks of a layer's
+    calls are carried over; they see what this rank has.
     """
     on = as_group(group)
+    check_strategy(strategy)
     chosen = _chosen(model, plan)
     units: dict[str, int] = {}
     for name, style in chosen.items():  # all of them first: what is refused leaves the model as it was
@@ -133,23 +135,22 @@ def parallelize(
             with _named(name):
                 _refuse_uncut(model.get_submodule(name), style, units[name], on.size)
     tied = _tied(model, chosen, units)
-    shards: dict[int, torch.nn.Parameter] = {}  # of what is tied
+    shards: dict[int, list[tuple[Sharded, str]]] = {}  # of what is tied, and who holds it
     for name, style in chosen.items():
         parent, _, child = name.rpartition(".")
         around = model.get_submodule(parent)
         layer = getattr(around, child)
         if isinstance(style, Shared):
-            SummedForward.give(layer, on.name)
+            sum_gradients(layer, on.name)
             continue
         with _named(name):
             made = _made(layer, style, units[name], on.name, strategy)
         for own, whole in layer.named_parameters(recurse=False):
             if id(whole) in tied:
-                setattr(made, own, shards.setdefault(id(whole), made.get_parameter(own)))
-        carry_hooks(layer, made)
-        setattr(around, child, made)
-    for whole_id, names in tied.items():
-        model.register_load_state_dict_post_hook(OneAgain(names, shards[whole_id]))  # type: ignore[no-untyped-call]
+                made.tie(own, shards.setdefault(id(whole), []))
+        if not isinstance(style, Experts):  # the model's own, which are called inside, keep theirs
+            carry_hooks(layer, made)
+        setattr(around, child, made.train(layer.training))
     return model
 
 
@@ -176,14 +177,23 @@ def _refuse_uncut(layer: torch.nn.Module, style: Parted, unit: int, ranks: int) 
         cuts_of(layer, unit, ranks)
     elif isinstance(style, Vocabulary):
         assert isinstance(layer, torch.nn.Embedding), "_chosen takes nothing else"
+        _refuse_computed(layer)
         cut_of(layer, unit, ranks)
     else:
         assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
+        _refuse_computed(layer)
         check_dtype("weight", layer.weight.dtype)
         if isinstance(style, Column):
             Cut.of("out_features", 0, (layer.out_features,), (unit,), ranks)
         else:
             Cut.of("in_features", 1, (layer.in_features,), (unit,), ranks)
+
+
+def _refuse_computed(layer: torch.nn.Module) -> None:
+    """What makes a weight anew before each call (pruning, weight_norm) does not know of shards."""
+    if not isinstance(layer._parameters.get("weight"), torch.nn.Parameter):
+        must = "a parameter: prune.remove, remove_weight_norm or remove_parametrizations makes it one"
+        raise InvalidArgument(argument="weight", was="computed from other tensors", must=must)
 
 
 def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
@@ -224,13 +234,12 @@ def _refuse_missing(pattern: str, optional: Optional, matches: Mapping[str, list
     raise InvalidArgument(argument="a pattern of plan", was=repr(pattern), must=must)
 
 
-def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[str, int]) -> dict[int, list[str]]:
-    """Which parameters several modules share that all cut alike, and under which names. One that is cut for some of
-    them only is refused."""
+def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[str, int]) -> set[int]:
+    """Which parameters several modules share that all cut alike. One that is cut for some of them only is refused."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
-    found: dict[int, list[str]] = {}
+    found = set[int]()
     for name in (one for one, style in chosen.items() if not isinstance(style, Shared)):
         for own, parameter in model.get_submodule(name).named_parameters():
             shared = holders[id(parameter)]
@@ -246,7 +255,7 @@ def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[st
                         " (ut.nn.Vocabulary, ut.nn.Column), leave all out of it, or untie it"
                     )
                 raise InvalidArgument(argument=f"{name}.{own}", was=f"shared by {', '.join(shared)}", must=must)
-            found[id(parameter)] = shared
+            found.add(id(parameter))
     return found
 
 

@@ -79,17 +79,23 @@ class Cut:
         return torch.cat([one[part] for part in range(len(self.parts)) for one in cut], self.dim)
 
 
+def check_strategy(strategy: str) -> None:
+    """Whether there is one of this name, wherever it can run."""
+    if strategy != "auto":
+        as_written(strategy)
+
+
 class Sharded(torch.nn.Module):
     """A module whose parameters in `cuts` are shards. Holds the group's name, so it can be copied and pickled."""
 
     def __init__(self, group: AnyGroup, strategy: str) -> None:
         super().__init__()
         on = as_group(group)
-        if strategy != "auto":
-            as_written(strategy)
+        check_strategy(strategy)
         self.group_name, self.rank, self.ranks = on.name, on.rank, on.size
         self.strategy = strategy
         self.cuts: dict[str, Cut] = {}
+        self._tied: dict[str, list[tuple[Sharded, str]]] = {}  # who holds a parameter, this one too; not as submodules
 
     def add_sharded(self, name: str, whole: torch.Tensor | None, cut: Cut, requires_grad: bool = True) -> None:
         """A parameter of this name with this rank's shard of `whole`; None for a parameter that is not there."""
@@ -100,6 +106,13 @@ class Sharded(torch.nn.Module):
         shard = cut.take(whole.detach(), self.rank).clone()
         self.register_parameter(name, torch.nn.Parameter(shard, requires_grad=requires_grad))
         self.cuts[name] = cut
+
+    def tie(self, name: str, holders: list[tuple[Sharded, str]]) -> None:
+        """Hold the same parameter under `name` as the others do, who are listed, and be listed."""
+        if holders:
+            self.register_parameter(name, holders[0][0].get_parameter(holders[0][1]))
+        holders.append((self, name))
+        self._tied[name] = holders
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         """Whole tensors are cut before torch compares shapes; shards of this size are taken as they are."""
@@ -113,4 +126,9 @@ class Sharded(torch.nn.Module):
                 whole[cut.dim] = sum(cut.parts)
                 if list(given.shape) == whole:
                     state[prefix + name] = cut.take(given, self.rank)
+        before = dict(self._parameters)
         super()._load_from_state_dict(state, prefix, *arguments)
+        for name, holders in self._tied.items():  # of which loading with assign=True made another parameter
+            for module, own in holders:
+                if module._parameters[own] is before[name]:
+                    module._parameters[own] = self._parameters[name]

@@ -108,7 +108,7 @@ def distribute(
     mine = len(wanted[rank])
     outgoing = [by_table[one].reshape(-1) for one in wanted]
     arrived = _exchange(fabric, lane, outgoing, [mine * one for one in batches])
-    per = [part.view(mine, -1) for part in arrived]
+    per = [part.view(mine, batch) for part, batch in zip(arrived, batches, strict=True)]
     sizes = [one.sum(1).tolist() for one in per]  # by source, by piece
 
     def moved(flat: torch.Tensor) -> torch.Tensor:

@@ -329,7 +329,7 @@ def sums(
     def work() -> None:
         call.enqueue()
         if finish.after is not None:
-            call.before_others(finish.after.text, finish.after.has, finish.bias is None, finish.activation, y.shape)
+            call.before_others(finish.after.text, finish.after.has, finish.bias is None, finish.activation, y.shape[1])
             finish.apply(y)
 
     return call.made(work)

@@ -15,8 +15,9 @@ What callers do while such a call is under way, and how far their hosts run ahea
 proxy's copies have a context of their own, but that over `net` nobody may wait for kernels with the interpreter's lock
 in hand, which its threads need. Where there was no room for a context (`fabric/copy_context.py`), the copies' streams
 share queues and a lock with all others of this rank, so whatever is enqueued behind a waiting kernel might stand before
-a copy that this waits for: there the host waits for each call. For a replay of a captured one it cannot; whoever loads
-a kernel then, copies from memory that is not pinned, or enqueues a thousand launches more, settles the stream first.
+a copy that this waits for: there the host waits at each call's end, before it enqueues anything else. (Launches of the
+call itself stand behind its first kernel all the same.) For a replay of a captured one it cannot; whoever loads a
+kernel then, copies from memory that is not pinned, or enqueues a thousand launches more, settles the stream first.
 
 **Graphs.** Halves and counts of arrivals are the kernels' own, in device memory, so a captured call can be replayed.
 The proxy's thread serves replays as it serves calls.

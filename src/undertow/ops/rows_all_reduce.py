@@ -93,8 +93,8 @@ def rows_all_reduce(
     given, dtype = ("rows[0]", rows[0].dtype) if dtype is None else ("dtype", dtype)
     if torch.compiler.is_compiling():
         name = name_of(group)
-        held = [held_by_all(one, name) if one.is_floating_point() else one for one in rows]
-        total: torch.Tensor = _sum(compute(held, weights).to(dtype), name)
+        held = [_held_by_all(one, name) if one.is_floating_point() else one for one in rows]
+        total: torch.Tensor = sum_over_ranks(compute(held, weights).to(dtype), name)
         return total
     on = as_group(group)
     check_dtype(given, dtype)
@@ -318,14 +318,14 @@ class _Total:
 
 
 @torch.library.custom_op("undertow::sum_over_ranks", mutates_args=())
-def _sum(y: torch.Tensor, group: str) -> torch.Tensor:
+def sum_over_ranks(y: torch.Tensor, group: str) -> torch.Tensor:
     """Of every rank's y; every rank gets it, and so its gradient."""
     total = y.clone(memory_format=torch.contiguous_format)
     return all_reduce(total, group=named(group))
 
 
 @torch.library.custom_op("undertow::held_by_all", mutates_args=())
-def held_by_all(x: torch.Tensor, group: str) -> torch.Tensor:
+def _held_by_all(x: torch.Tensor, group: str) -> torch.Tensor:
     """x, the same on all ranks, whose gradient is the sum of what each rank made of it."""
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -338,7 +338,7 @@ def _setup(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> 
     ctx.group = inputs[1]
 
 
-_sum.register_fake(_like)
-_sum.register_autograd(lambda ctx, dy: (dy, None))
-held_by_all.register_fake(_like)
-held_by_all.register_autograd(lambda ctx, dy: (_sum(dy, ctx.group), None), setup_context=_setup)
+sum_over_ranks.register_fake(_like)
+sum_over_ranks.register_autograd(lambda ctx, dy: (dy, None))
+_held_by_all.register_fake(_like)
+_held_by_all.register_autograd(lambda ctx, dy: (sum_over_ranks(dy, ctx.group), None), setup_context=_setup)

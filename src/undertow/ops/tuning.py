@@ -223,7 +223,7 @@ def _on_disk(
 ) -> cache.Entry | None:
     """What is on disk, if all ranks hold the same plan and it can run."""
     entry = cache.load(problem, machine, versions)
-    if entry is not None and (entry.plan.lane not in available(group) or (no_fused and _is_fused(problem, entry.plan))):
+    if entry is not None and not (entry.plan.lane in available(group) and _may_be_tried(problem, entry.plan, no_fused)):
         entry = None
     digests = group.exchange("" if entry is None else entry.plan.digest, "a plan on disk")
     return entry if entry is not None and set(digests) == {entry.plan.digest} else None

@@ -405,7 +405,7 @@ def alike(parts: int) -> tuple[tuple[int, int], ...]:
 
 def as_written(strategy: str) -> tuple[str, str]:
     """The grain and the lane, or "" where none is named."""
-    grain, colon, lane = strategy.partition(":")
+    grain, colon, lane = strategy.partition(":") if isinstance(strategy, str) else ("", "", "")
     if grain not in GRAINS or (lane not in LANES and colon + lane):
         must = f'"auto", a grain ({", ".join(GRAINS)}) or "grain:lane" with lanes {", ".join(LANES)}'
         raise InvalidArgument(argument="strategy", was=repr(strategy), must=must)
