@@ -46,6 +46,13 @@ NIGHTLY = {
     "tests/fabric/test_two_hosts.py::test_a_loss_on_the_other_host[a killed rank]",
     "tests/sim/test_cluster.py::test_shipped_machines_say_where_numbers_come_from[a100x16]",
     "tests/cli/test_cli.py::test_run_ends_cleanly_when_told_to[15-143]",
+    "tests/cli/test_cli.py::test_profile_writes_to_the_cache",
+    "tests/fabric/test_closing.py::test_a_proxy_leaves_nothing_behind_where_the_process_lives_on[dma]",
+    "tests/nn/test_checkpoint_files.py::test_no_rank_holds_the_model",
+    "tests/nn/test_vocabulary.py::test_an_embedding_in_sequence_parallel[2-dtype0]",
+    "tests/nn/test_models.py::test_a_model_answers_as_on_one_rank[qwen3_moe-dtype3-1e-05-3]",
+    "tests/nn/test_models.py::test_gradients_are_those_of_one_rank[qwen3_moe-dtype1-grouped_mm-0.0001-2]",
+    "tests/nn/test_models.py::test_a_checkpoint_comes_back[qwen3_moe]",
 }
 
 

@@ -384,8 +384,13 @@ def _compare(plain: torch.nn.Module, model: torch.nn.Module) -> None:
         torch.testing.assert_close(gradients[model][name], want, **CLOSE)
 
 
-def shared_gradients(how: str) -> bool:
-    """Of norms that are whole on each rank: under FSDP2, in a copy, recomputed, in one graph, all frozen."""
+def shared_gradients(hows: Sequence[str]) -> bool:
+    """Of norms that are whole on each rank: under FSDP2, in a copy, recomputed, in graphs, all frozen, with another's
+    forward, and where the plan names them twice."""
+    return all(_shared_gradients(how) for how in hows)
+
+
+def _shared_gradients(how: str) -> bool:
     group = same()
     plain = torch.nn.Sequential(*(Normed() for _ in range(12 if how == "layer by layer" else 2)))
     mesh = init_device_mesh("cpu", (2, group.size // 2), mesh_dim_names=("tensor", "data"))
