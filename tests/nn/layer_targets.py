@@ -430,6 +430,44 @@ def _shared_gradients(how: str) -> bool:
     return how != "layer by layer" or torch._dynamo.utils.counters["stats"]["unique_graphs"] < 8
 
 
+class Odd(torch.nn.Module):
+    """Parameters that are used without a call of who holds them, that a hook computes others of, and in a call inside
+    a call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(4, 2, batch_first=True)
+        self.listed = torch.nn.ParameterList([torch.randn(4)])
+        self.normed = torch.nn.utils.weight_norm(torch.nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+        y: torch.Tensor = self.normed(self.attention(x, x, x, need_weights=False)[0]) * self.listed[0]
+        return self(y, False) * self.listed[0] if again else y  # type: ignore[no-any-return]
+
+
+def odd_shared() -> bool:
+    """As each rank computes the same of them, gradients are those of one rank times ranks; with plain tensors, too."""
+    group = same()
+    made = []
+    for _ in range(2):  # weight_norm cannot be copied
+        torch.manual_seed(3)
+        made.append(torch.nn.Sequential(Odd()))
+    plain, model = made[0], ut.nn.parallelize(made[1], {"0": ut.nn.Shared()})
+    x = torch.randn(2, 3, 4)
+    for one in (plain, model):
+        one(x).square().sum().backward()
+    for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, group.size * want.grad, **CLOSE, msg=name)
+    leaves = {name: torch.ones_like(one, requires_grad=True) for name, one in model.named_parameters()}
+    torch.func.functional_call(model, leaves, (x,)).sum().backward()
+    shares = group.exchange([float(one.grad.sum()) for one in leaves.values()], "gradients of leaves")  # type: ignore[union-attr]
+    assert all(one == shares[0] for one in shares)
+    assert all(isinstance(one, torch.nn.Parameter) for one in model.parameters())
+    return not any(
+        name.startswith("_undertow_o") or name == "_undertow_calls" for one in model.modules() for name in vars(one)
+    )
+
+
 def clipped() -> list[float]:
     """Norms and gradients as of the whole model; the norms after."""
     same()

@@ -60,6 +60,10 @@ def test_gradients_of_what_ranks_share(hows: list[str], ranks: int) -> None:
     assert all(ut.launch(targets.shared_gradients, ranks, device="cpu", args=(hows,)))
 
 
+def test_gradients_of_what_is_used_otherwise() -> None:
+    assert all(ut.launch(targets.odd_shared, 2, device="cpu"))
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_norm_of_all_gradients(ranks: int) -> None:
     for after in ut.launch(targets.clipped, ranks, device="cpu"):

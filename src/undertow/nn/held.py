@@ -16,38 +16,57 @@ from ..ops.rows_all_reduce import sum_over_ranks
 from .sharded import Sharded
 
 _KEY: Any = "undertow: gradients are summed"
-_GROUP, _OWN = "_undertow_sums_over", "_undertow_own"  # attributes of a module: a group's name; what it has meanwhile
+_GROUP, _OWN, _CALLS = "_undertow_sums_over", "_undertow_own", "_undertow_calls"
+"""Attributes of modules: a group's name; parameters whose places stand-ins have; which modules each call filled."""
 
 
 def sum_gradients(layer: torch.nn.Module, group: str) -> None:
     """Of all parameters in `layer`, but for shards. Once, however often it is asked for."""
     for module in layer.modules():
-        if isinstance(module, Sharded) or _GROUP in module.__dict__ or not module._parameters:
+        if isinstance(module, Sharded) or _GROUP in module.__dict__:
             continue
         setattr(module, _GROUP, group)
         # As registering does, but by one key for all: compilers look for a hook by its key, which torch makes a new one
-        # for each, and would compile every layer anew.
+        # for each, and would compile every layer anew. First of all, as others' hooks may compute with parameters.
         module._forward_pre_hooks[_KEY] = _before
+        module._forward_pre_hooks.move_to_end(_KEY, last=False)  # type: ignore[attr-defined]
         module._forward_hooks[_KEY] = _after
         module._forward_hooks_always_called[_KEY] = True
 
 
 def _before(module: torch.nn.Module, _: object) -> None:
+    """Also in modules inside, which may be used without being called: lists of parameters, the way out of attention."""
     group = module.__dict__.get(_GROUP)  # none of a layer that took this one's place, and its hooks
-    if group is None or _OWN in module.__dict__ or not torch.is_grad_enabled():
+    if group is None or not torch.is_grad_enabled():
         return
-    own = {
-        name: one
-        for name, one in module._parameters.items()
-        if isinstance(one, torch.nn.Parameter) and one.requires_grad and not isinstance(one, DTensor)
-    }
-    setattr(module, _OWN, own)
-    for name, one in own.items():
-        module._parameters[name] = _HeldByAll.apply(one, group)  # type: ignore[no-untyped-call]
+    filled: list[torch.nn.Module] = []
+    for inner in module.modules():
+        if isinstance(inner, Sharded) or _OWN in inner.__dict__:
+            continue
+        own = {
+            name: one
+            for name, one in inner._parameters.items()
+            if one is not None and one.requires_grad and not isinstance(one, DTensor)
+        }
+        if own:
+            setattr(inner, _OWN, own)
+            filled.append(inner)
+            for name, one in own.items():
+                inner._parameters[name] = _HeldByAll.apply(one, group)  # type: ignore[no-untyped-call]
+    setattr(module, _CALLS, [*module.__dict__.get(_CALLS, ()), filled])
 
 
 def _after(module: torch.nn.Module, _: object, __: object) -> None:
-    module._parameters.update(module.__dict__.pop(_OWN, {}))
+    """What this call filled: a call inside another of the same module leaves that one's as they are."""
+    calls = module.__dict__.get(_CALLS)
+    if not calls:
+        return
+    for inner in calls[-1]:
+        inner._parameters.update(inner.__dict__.pop(_OWN))
+    if len(calls) > 1:
+        setattr(module, _CALLS, calls[:-1])
+    else:
+        del module.__dict__[_CALLS]
 
 
 class _HeldByAll(torch.autograd.Function):
