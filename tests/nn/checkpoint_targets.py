@@ -6,12 +6,17 @@ import contextlib
 import copy
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from layer_targets import NORMED, STRATEGY, Normed, same
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import undertow as ut
 from undertow.errors import UndertowError
@@ -243,3 +248,110 @@ def _watched() -> Iterator[list[float]]:
     yield most
     ended.set()
     watching.join()
+
+
+def slow_files(folder: str) -> bool:
+    """Writing and reading may take longer than a deadline; a rank that has nothing to do waits."""
+    group = same()
+    model = ut.nn.parallelize(Model(), PLAN, strategy=STRATEGY)
+    write, read = weights_file._write_tensors, weights_file.WeightsFile.tensor
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(5)
+        write(*arguments)
+
+    def slowly_read(self: weights_file.WeightsFile, name: str) -> torch.Tensor:
+        time.sleep(5 if name == "whole.weight" and group.rank == 1 else 0)
+        return read(self, name)
+
+    weights_file._write_tensors = slowly
+    weights_file.WeightsFile.tensor = slowly_read  # type: ignore[method-assign]
+    before = ut.nn.full_state_dict(model)
+    ut.nn.save_checkpoint(model, folder)
+    ut.nn.load_checkpoint(model, folder)
+    after = ut.nn.full_state_dict(model)
+    return all(torch.equal(after[name], before[name]) for name in before)
+
+
+def one_rank_fails(folder: str) -> bool:
+    """In whatever way, and whenever: all are told, and none waits."""
+    group, place = same(), Path(folder)
+    model = ut.nn.parallelize(Model(), PLAN, strategy=STRATEGY)
+    ut.nn.save_checkpoint(model, place / "right")
+    own = place / f"rank {group.rank}"
+    save_file({"whole.bias": torch.full((4 if group.rank else 3,), 1.0)}, own.with_suffix(".safetensors"))
+    said = []
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    def filled() -> None:
+        if group.rank == 1:
+            weights_file.WeightsFile.tensor = broken  # type: ignore[method-assign]
+        ut.nn.load_checkpoint(model, place / "right")
+
+    def written() -> None:
+        weights_file.WeightsFile.tensor = read  # type: ignore[method-assign]
+        if group.rank == 0:
+            weights_file._write_tensors = broken  # type: ignore[assignment]
+        ut.nn.save_checkpoint(model, place / "again")
+
+    def cloned() -> None:
+        model.block.register_state_dict_post_hook(_cloned)
+        ut.nn.load_checkpoint(model, place / "right")
+
+    read = weights_file.WeightsFile.tensor
+    seen_otherwise = lambda: ut.nn.load_checkpoint(model, own.with_suffix(".safetensors"), strict=False)  # noqa: E731
+    for call in (seen_otherwise, filled, written, cloned):
+        try:
+            call()
+            said.append("nothing")
+        except (UndertowError, RuntimeError) as error:
+            said.append(str(error))
+    shape = "whole.bias is of shape [3] in the checkpoint, but must be [4]."
+    wants = [
+        shape if group.rank == 0 else f"Rank 0 could not read the checkpoint: {shape}",
+        "out of memory" if group.rank == 1 else "Rank 1 could not read the checkpoint: out of memory",
+        "out of memory" if group.rank == 0 else "Rank 0 could not write the checkpoint: out of memory",
+        "seen is what a hook or a module's extra state tells of it, but must be a parameter or a buffer of a module, to"
+        " be filled.",
+    ]
+    assert not list(place.glob("again/*")), list(place.glob("again/*"))
+    assert said == wants, said
+    return bool(group.exchange(1, "still here"))
+
+
+def other_writers(folder: str) -> bool:
+    """Rank 1 writes for two of three; behind FSDP a refusal is told to all; ranks that see other files are told."""
+    group, place = same(), Path(folder)
+    pair = dist.new_group([1, 2])
+    if group.rank:
+        model = ut.nn.parallelize(Model(), PLAN, group=pair, strategy=STRATEGY)
+        ut.nn.save_checkpoint(model, place / "pair", writer=1)
+        want = ut.nn.full_state_dict(model)
+        read = weights_file.Weights(place / "pair")
+        assert all(torch.equal(read[name], want[name]) for name in read.names)
+    mesh = init_device_mesh("cpu", (1, group.size), mesh_dim_names=("tensor", "data"))
+    model = ut.nn.parallelize(Model(), PLAN, group=mesh["tensor"], strategy=STRATEGY)
+    fully_shard(model, mesh=mesh["data"])
+    ut.nn.save_checkpoint(model, place / "sharded")
+    try:
+        ut.nn.save_checkpoint(model, place / "sharded")
+        return False
+    except UndertowError as error:
+        assert "has weights" in str(error)
+    group.barrier()
+    if group.rank == 2:
+        (place / "own").mkdir()
+        save_file({"a": torch.ones(1)}, place / "own" / "a.safetensors")
+    whole = ut.nn.parallelize(Model(), PLAN, strategy=STRATEGY)
+    try:
+        ut.nn.load_checkpoint(whole, place / ("own" if group.rank == 2 else "sharded"), strict=False)
+        return False
+    except UndertowError as error:
+        return str(error) == "path is a checkpoint that other ranks see otherwise, but must be the same on all ranks."
+
+
+def _cloned(module: torch.nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    for name in state:
+        state[name] = state[name].clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 from pathlib import Path
 
 import checkpoint_targets as targets
@@ -18,7 +19,7 @@ from undertow.nn import weights_file
 
 @pytest.mark.parametrize(
     ("ranks", "file_bytes", "dtype"),
-    [(1, 5 << 30, torch.float32), (2, 1, torch.float64), (3, 5 << 30, torch.float64), (2, 5 << 30, torch.bfloat16)],
+    [(1, 5 << 30, torch.float32), (2, 1, torch.bfloat16), (3, 5 << 30, torch.float64)],
 )
 def test_there_and_back(ranks: int, file_bytes: int, dtype: torch.dtype, tmp_path: Path) -> None:
     assert all(ut.launch(targets.there_and_back, ranks, device="cpu", args=(str(tmp_path), file_bytes, dtype)))
@@ -82,6 +83,54 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert said == [full, f"Rank 0 could not write the checkpoint: {full}"]
 
 
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(targets.slow_files, marks=pytest.mark.nightly),
+        targets.one_rank_fails,
+        targets.other_writers,
+    ],
+)
+def test_ranks_go_together(target: object, tmp_path: Path) -> None:
+    assert all(ut.launch(target, 3, device="cpu", args=(str(tmp_path),), deadline=3))  # type: ignore[arg-type]
+
+
+def test_what_is_made_without_weights() -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    weight.mark = "kept"  # type: ignore[attr-defined]
+    entered, left, made = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        made.append(torch.nn.Linear(2, 2))
+        with ut.nn.without_weights():
+            entered.set()
+            left.wait(10)
+            made.append(torch.nn.Linear(2, 2))
+
+    with ut.nn.without_weights():
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(10)
+        first, second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+        first.weight = second.weight = weight
+        lazy = torch.nn.LazyLinear(2)
+        with ut.nn.without_weights():
+            inner = torch.nn.Linear(2, 2)
+    assert not torch.nn.Linear(2, 2).weight.is_meta
+    left.set()
+    thread.join()
+    assert first.weight is second.weight
+    assert first.weight.is_meta
+    assert first.weight.mark == "kept"
+    assert inner.weight.is_meta
+    assert isinstance(lazy.weight, torch.nn.UninitializedParameter)
+    assert [one.weight.is_meta for one in made] == [False, True]
+    assert not torch.nn.Linear(2, 2).weight.is_meta
+    with pytest.raises(KeyError), ut.nn.without_weights():
+        raise KeyError
+    assert not torch.nn.Linear(2, 2).weight.is_meta
+
+
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     """One sentence, whatever is damaged; the same numbers, where nothing that counts is."""
     file, chance = tmp_path / "some.safetensors", random.Random(5)
@@ -115,7 +164,8 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ({"a": {"dtype": "I4", "shape": [1], "data_offsets": [0, 4]}}, "its header is wrong: 'I4'"),
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "tensor 'a' has bytes [4, 8)"),
         ({"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}}, "8 bytes of tensors, of which 3 are told of"),
-        ({"a": {"dtype": "F32", "shape": [1 << 61], "data_offsets": [0, 4]}}, "tensor 'a' has bytes [0, 4)"),
+        ({"a": {"dtype": "F32", "shape": [1 << 61], "data_offsets": [0, 4]}}, "shape [2305843009213693952]"),
+        ({"a": {"dtype": "F32", "shape": [0, 1 << 40, 1 << 40], "data_offsets": [0, 0]}}, "shape [0, 1099511627776"),
         ([], "its header is wrong"),
     ],
 )

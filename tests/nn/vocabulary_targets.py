@@ -68,11 +68,17 @@ def in_sequence_parallel(dtype: torch.dtype) -> bool:
                 assert torch.equal(layer.weight.grad, layer.cuts["weight"].take(plain.weight.grad, group.rank))
     made = ut.nn.parallelize(torch.nn.Sequential(plain), {"0": ut.nn.Vocabulary(sequence_parallel=True)})
     assert made[0].sequence_parallel
-    try:
-        layer(torch.tensor(3))
-    except UndertowError as error:
-        return str(error) == "ids is of shape [], but must be [S, ...], whose rows ranks share out."
-    return False
+    said = []
+    for given in ((torch.tensor(3), None), (torch.zeros(5, 2, dtype=torch.int64), [1] * group.size)):
+        try:
+            layer(*given)
+        except UndertowError as error:
+            said.append(str(error))
+    counts = f"{group.size} counts that add up to 5, the first dimension of ids"
+    return said == [
+        "ids is of shape [], but must be [S, ...], whose rows ranks share out.",
+        f"rows is {[1] * group.size}, but must be {counts}.",
+    ]
 
 
 def wrong_words() -> list[str]:

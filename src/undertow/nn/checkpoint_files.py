@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,9 +21,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import CheckpointFailed, InvalidArgument
-from ..fabric.registry import named
+from ..fabric.logs import get_logger
+from ..fabric.registry import as_group, named
+from ..fabric.works import InThread
 from . import weights_file
 from .checkpoint import put_together, state_and_shards
 from .embedding import ShardedEmbeddingBag, bags_of
@@ -30,27 +36,65 @@ from .weights_file import Listed, Weights
 
 FILE_BYTES = 5 << 30
 _TOLD = 5  # names in an error
+_SLICE = 0.2  # seconds between two looks at whether a tensor still comes
 
 
-@contextlib.contextmanager
-def without_weights() -> Iterator[None]:
-    """Parameters of modules that are made inside hold nothing (`meta`); buffers are as ever."""
-    real = torch.nn.Module.register_parameter
+class _Patch:
+    """Of `torch.nn.Module.register_parameter`, there while any thread wants it, and for those threads alone."""
 
-    def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        real(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            empty = parameter.detach().to("meta")
-            module._parameters[name] = torch.nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    def __init__(self) -> None:
+        self._lock, self._wanted, self._here = threading.Lock(), 0, threading.local()
+        self._real = torch.nn.Module.register_parameter
 
-    torch.nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = real  # type: ignore[method-assign]
+    @contextlib.contextmanager
+    def wanted(self) -> Iterator[None]:
+        before = getattr(self._here, "made", None)
+        with self._lock:
+            if self._wanted == 0:
+                self._real = torch.nn.Module.register_parameter
+                torch.nn.Module.register_parameter = self._registered()  # type: ignore[method-assign]
+            self._wanted += 1
+        self._here.made = WeakIdKeyDictionary() if before is None else before
+        try:
+            yield
+        finally:
+            self._here.made = before
+            with self._lock:
+                self._wanted -= 1
+                if self._wanted == 0:
+                    torch.nn.Module.register_parameter = self._real  # type: ignore[method-assign]
+
+    def _registered(self) -> Any:
+        def register(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+            self._real(module, name, parameter)
+            made = getattr(self._here, "made", None)
+            if made is None or parameter is None or parameter.is_meta or is_lazy(parameter):
+                return
+            if parameter not in made:  # one that several modules get stays one
+                empty = torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                empty.__dict__.update(parameter.__dict__)
+                made[parameter] = empty
+            module._parameters[name] = made[parameter]
+
+        return register
+
+
+_patch = _Patch()
+
+
+def without_weights() -> contextlib.AbstractContextManager[None]:
+    """Parameters of modules that are made inside, on this thread, hold nothing (`meta`); buffers are as ever.
+
+    What was made before and is shared with one that is made inside is shared no more.
+    """
+    return _patch.wanted()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
+
+
+Holder = tuple[dict[str, Any], str]
+"""Where a module holds a tensor: its parameters or buffers, and the name there."""
 
 
 class _Part(NamedTuple):
@@ -69,23 +113,40 @@ def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, str
     `strict`: all that the model has must be there, and nothing else. What is refused leaves the model as it was, on all
     ranks. Collective over the groups of the model's layers.
     """
-    groups = _groups(model)
+    groups, holders = _groups(model), _holders(model)
+    seen = ""
     with _by_all(groups, "read"):
         weights = Weights(path)
-        parts = [(key, part) for part in _parts(model) if (key := _found(part, weights)) is not None]
-        _refuse_others(model, weights, strict)
+        found = [(_found(part, weights), part) for part in _parts(model, holders)]
+        _refuse_others(model, found, weights, strict)
+        seen = weights.digest
+    with _by_all(groups, "read"):
+        for name in groups:
+            if set(named(name).exchange(seen, "which checkpoint")) != {seen}:
+                must = "the same on all ranks"
+                raise InvalidArgument(argument="path", was="a checkpoint that other ranks see otherwise", must=must)
     device = named(groups[0]).device if groups else torch.device("cpu")
-    holders = _holders(model)
-    with torch.no_grad():
-        for key, part in parts:
-            mine = part.take(weights[key])
-            if part.held.is_meta:
-                _hold(holders[id(part.held)], part.held, mine.to(device, part.held.dtype, copy=True))
-            else:
-                part.held.copy_(mine)
+
+    def fill() -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        with torch.no_grad():
+            for key, part in found:
+                if key is None:
+                    continue
+                mine = part.take(weights[key])
+                if part.held.is_meta:
+                    _hold(holders[id(part.held)], part.held, mine.to(device, part.held.dtype, copy=True))
+                else:
+                    part.held.copy_(mine)
+
+    with _by_all(groups, "read"):
+        filling = InThread(fill)
+        _while_alive(groups, filling.await_completion)
+        filling.wait()
 
 
-def _parts(model: torch.nn.Module) -> Iterator[_Part]:
+def _parts(model: torch.nn.Module, holders: dict[int, list[Holder]]) -> Iterator[_Part]:
     state, shards = state_and_shards(model)
     keys: dict[int, list[str]] = {}
     for key, held in state.items():
@@ -95,6 +156,9 @@ def _parts(model: torch.nn.Module) -> Iterator[_Part]:
             continue
         if isinstance(held, DTensor):
             raise InvalidArgument(argument=key, was="a DTensor", must="no such yet: load before fully_shard")
+        if id(held) not in holders:
+            must = "a parameter or a buffer of a module, to be filled"
+            raise InvalidArgument(argument=key, was="what a hook or a module's extra state tells of it", must=must)
         if id(held) in shards:
             yield _Part(tuple(keys[id(held)]), held, shards[id(held)].whole_shape(held), shards[id(held)].take)
         else:
@@ -118,22 +182,22 @@ def _found(part: _Part, weights: Weights) -> str | None:
     return key
 
 
-def _refuse_others(model: torch.nn.Module, weights: Weights, strict: bool) -> None:
-    """What the model has and the checkpoint has not, and the other way round. The same on all ranks."""
-    state, _ = state_and_shards(model)
-    tensors = {key: one for key, one in state.items() if isinstance(one, torch.Tensor)}
-    there = {id(one) for key, one in tensors.items() if key in weights}
-    tables = {prefix + key for prefix, bag in bags_of(model) for key in bag.table_keys}
-    missing = [key for key, one in tensors.items() if id(one) not in there]
-    empty = [key for key in missing if tensors[key].is_meta]
+def _refuse_others(
+    model: torch.nn.Module, found: Sequence[tuple[str | None, _Part]], weights: Weights, strict: bool
+) -> None:
+    """What the model has and the checkpoint has not, and the other way round."""
+    empty = [part.keys[0] for key, part in found if key is None and part.held.is_meta]
     if empty:
         _refuse(f"a checkpoint without {_names(empty)}", "one with all that has no memory yet")
-    nowhere = [name for name, one in model.named_buffers() if one.is_meta and name not in tensors]
+    known = {key for _, part in found for key in part.keys}
+    nowhere = [name for name, one in model.named_buffers() if one.is_meta and name not in known]
     if nowhere:
         must = "made under ut.nn.without_weights(), which leaves buffers as they are"
         raise InvalidArgument(argument="model", was=f"one without memory for {_names(nowhere)}", must=must)
-    missing += sorted(tables - weights.names)
-    unknown = sorted(weights.names - tensors.keys() - tables)
+    tables = [prefix + key for prefix, bag in bags_of(model) for key in bag.table_keys]  # of other ranks, too
+    missing = [part.keys[0] for key, part in found if key is None]
+    missing += [key for key in tables if key not in weights and key not in missing]
+    unknown = sorted(weights.names - known - set(tables))
     must = "one of this model; strict=False takes what there is"
     if strict and missing:
         _refuse(f"a checkpoint without {_names(missing)}", must)
@@ -148,9 +212,6 @@ def _refuse(was: str, must: str) -> None:
 def _names(keys: Sequence[str]) -> str:
     more = f" and {len(keys) - _TOLD} more" if len(keys) > _TOLD else ""
     return ", ".join(keys[:_TOLD]) + more
-
-
-Holder = tuple[dict[str, Any], str]
 
 
 def _holders(model: torch.nn.Module) -> dict[int, list[Holder]]:
@@ -174,14 +235,17 @@ def _hold(holders: list[Holder], before: torch.Tensor, tensor: torch.Tensor) -> 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def save_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES) -> None:
+def save_checkpoint(
+    model: torch.nn.Module, path: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES, writer: int = 0
+) -> None:
     """Write what the ordinary model would have to a folder: safetensors files of about `file_bytes`, and their index.
 
-    Rank 0 of the job writes; no rank holds more than one whole tensor. What modules share is written once, under its
-    first name. Collective over the groups of the model's layers; those of rank 0 are told when all is written.
+    Rank `writer` of the job writes, and must call this; one tensor at a time is whole, on the ranks that put it
+    together. What modules share is written once, under its first name. Collective over the groups of the model's
+    layers, and of what FSDP has cut; those of the writer are told when all is written.
     """
     groups, folder = _groups(model), Path(path)
-    writes = not dist.is_initialized() or dist.get_rank() == 0
+    writes = (dist.get_rank() if dist.is_initialized() else 0) == writer
     listed: dict[Listed, Callable[[], torch.Tensor]] = {}
     with _by_all(groups, "write"):
         if file_bytes < 1:
@@ -190,14 +254,52 @@ def save_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, fil
         weights_file.refuse_unwritable(listed)
         if writes:
             weights_file.refuse_folder(folder)
-    left = iter(listed)
-    with _by_all(groups, "write"):
+    writing = (
+        _Writing(lambda next_one: weights_file.write(folder, list(listed), next_one, file_bytes)) if writes else None
+    )
+    with _by_all(groups, "write"):  # where the disk is full, too, the others wait for this rank's part of each tensor
         try:
-            if writes:
-                weights_file.write(folder, list(listed), lambda _: listed[next(left)](), file_bytes)
-        finally:  # also where the disk is full: the others wait for this rank's part of each tensor
-            for one in left:
-                listed[one]()
+            for make in listed.values():
+                whole = make()
+                _while_alive(groups, _done if writing is None else partial(writing.take, whole.cpu()))
+            if writing is not None:
+                writing.given = True
+        finally:
+            if writing is not None:
+                writing.over.set()
+        _while_alive(groups, _done if writing is None else writing.work.await_completion)
+        if writing is not None:
+            writing.work.wait()
+
+
+class _Writing:
+    """Files that are written on another thread, of tensors that are handed to it one by one."""
+
+    def __init__(self, write: Callable[[Callable[[object], torch.Tensor]], None]) -> None:
+        self.over = threading.Event()  # nothing more is handed over
+        self.given = False  # all of it was
+        self._made: queue.Queue[torch.Tensor] = queue.Queue(1)
+        self.work = InThread(lambda: write(self._next))
+
+    def take(self, tensor: torch.Tensor, seconds: float) -> bool:
+        """Whether the files have it, or need it no more."""
+        if self.work.is_completed():
+            return True
+        with contextlib.suppress(queue.Full):
+            self._made.put(tensor, timeout=seconds)
+            return True
+        return False
+
+    def _next(self, _: object) -> torch.Tensor:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._made.get(timeout=_SLICE)
+            if self.over.is_set() and not self.given:
+                raise RuntimeError("a tensor of it was not put together")
+
+
+def _done(_: float) -> bool:
+    return True
 
 
 def _listed(model: torch.nn.Module) -> Iterator[tuple[Listed, Callable[[], torch.Tensor]]]:
@@ -205,8 +307,13 @@ def _listed(model: torch.nn.Module) -> Iterator[tuple[Listed, Callable[[], torch
     state, shards = state_and_shards(model)
     seen = set[int]()
     for key, one in state.items():
-        if isinstance(one, torch.Tensor) and id(one) not in seen:
+        if not isinstance(one, torch.Tensor):
+            get_logger().warning("%s is no tensor and is not written: full_state_dict has it.", key)
+        elif id(one) not in seen:
             seen.add(id(one))
+            if one.is_meta or one.layout != torch.strided:
+                was = "without memory" if one.is_meta else f"of layout {one.layout}"
+                raise InvalidArgument(argument=key, was=was, must="dense, and filled, to be written")
             shape = shards[id(one)].whole_shape(one) if id(one) in shards else tuple(one.shape)
             yield Listed(key, one.dtype, shape), partial(put_together, one, shards.get(id(one)))
     for prefix, bag in bags_of(model):
@@ -219,9 +326,14 @@ def _listed(model: torch.nn.Module) -> Iterator[tuple[Listed, Callable[[], torch
 
 
 def _groups(model: torch.nn.Module) -> list[str]:
-    """Of the model's layers, in the order of its modules."""
+    """Of the model's layers, in the order of its modules; and those over which FSDP has cut it."""
     kinds = (Sharded, ShardedEmbeddingBag)
-    return list(dict.fromkeys(module.group_name for module in model.modules() if isinstance(module, kinds)))
+    found = dict.fromkeys(module.group_name for module in model.modules() if isinstance(module, kinds))
+    for one in model.parameters():
+        if isinstance(one, DTensor):
+            mesh = one.device_mesh
+            found |= dict.fromkeys(as_group(mesh.get_group(dim)).name for dim in range(mesh.ndim))
+    return list(found)
 
 
 @contextlib.contextmanager
@@ -230,14 +342,26 @@ def _by_all(groups: Sequence[str], what: str) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except (InvalidArgument, OSError) as error:
+    except Exception as error:  # whatever it is: it is raised below, when the others know
         failure = error
     for name in groups:
-        group = named(name)
-        for rank, reason in enumerate(
-            group.exchange("" if failure is None else str(failure), f"to {what} a checkpoint")
-        ):
+        reasons = named(name).exchange(
+            "" if failure is None else str(failure), f"whether all could {what} a checkpoint"
+        )
+        for rank, reason in enumerate(reasons):
             if reason and failure is None:
                 failure = CheckpointFailed(rank=rank, what=what, reason=reason)
     if failure is not None:
         raise failure
+
+
+def _while_alive(groups: Sequence[str], step: Callable[[float], bool]) -> None:
+    """`step(seconds)` until it says that it is done, on all ranks of the first group. They tell each other meanwhile,
+    so files may take longer than a deadline."""
+    done = False
+    group = named(groups[0]) if groups else None
+    patience = 1.0 if group is None else min(5.0, group.deadline / 4)
+    while True:
+        done = done or step(patience)
+        if all([done] if group is None else group.exchange(done, "whether files are read or written")):
+            return

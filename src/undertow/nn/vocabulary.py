@@ -100,7 +100,10 @@ class VocabularyParallelEmbedding(Sharded):
         if self.sequence_parallel:
             if ids.dim() == 0:
                 raise InvalidArgument(argument="ids", was="of shape []", must="[S, ...], whose rows ranks share out")
-            shares = [stop - start for start, stop in split(ids.shape[0], self.ranks)] if rows is None else rows
+            shares = [stop - start for start, stop in split(ids.shape[0], self.ranks)] if rows is None else list(rows)
+            if len(shares) != self.ranks or sum(shares) != ids.shape[0]:
+                must = f"{self.ranks} counts that add up to {ids.shape[0]}, the first dimension of ids"
+                raise InvalidArgument(argument="rows", was=str(shares), must=must)
             counts = [one * math.prod(ids.shape[1:]) for one in shares]
             mine: torch.Tensor = _scatter(self._look_up((ids.reshape(-1),), (self.weight,)), counts, self.group_name)
             return mine.reshape(shares[self.rank], *ids.shape[1:], self.embedding_dim)

@@ -10,6 +10,7 @@ in which one each tensor is.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import mmap
@@ -26,7 +27,9 @@ from ..errors import InvalidArgument
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
 _MOST_HEADER_BYTES = 100_000_000
+_MOST_DIMENSIONS, _MOST_NUMBERS = 64, 1 << 60  # of a tensor
 _ALIGNMENT = 8  # of the tensors' bytes in a file
+_HEADER = "__metadata__"  # what a header says that is no tensor
 _DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
@@ -64,7 +67,7 @@ class WeightsFile:
             raise _damaged(path, f"one of {size} bytes with a header of {header if size >= 8 else 'none'}")
         try:
             said = json.loads(self._map[8 : self._first].decode("utf-8"), object_pairs_hook=_once)
-            self.entries = {name: _entry(one) for name, one in said.items() if name != "__metadata__"}
+            self.entries = {name: _entry(one) for name, one in said.items() if name != _HEADER}
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise _damaged(path, f"one whose header is wrong: {error}") from error
         end = 0
@@ -103,8 +106,9 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(said: dict[str, Any]) -> Entry:
     shape, (begin, end) = tuple(said["shape"]), said["data_offsets"]
-    if not all(type(one) is int and 0 <= one < 1 << 62 for one in (*shape, begin, end)):
-        raise ValueError(f"shape {list(shape)} and offsets [{begin}, {end}]")
+    whole = len(shape) <= _MOST_DIMENSIONS and all(type(one) is int and one >= 0 for one in (*shape, begin, end))
+    if not whole or max(math.prod(max(1, one) for one in shape), end) >= _MOST_NUMBERS:
+        raise ValueError(f"shape {list(shape[:_MOST_DIMENSIONS])} and offsets [{begin}, {end}]")
     return Entry(_DTYPES[said["dtype"]], shape, begin, end)
 
 
@@ -123,6 +127,14 @@ class Weights:
                 if name in self._holders:
                     raise InvalidArgument(argument="path", was=f"one with {name!r} in two files", must="of one model")
                 self._holders[name] = file
+
+    @property
+    def digest(self) -> str:
+        """Of names, types and shapes: whether ranks see the same checkpoint."""
+        told = sorted(
+            (name, str(one.entries[name].dtype), one.entries[name].shape) for name, one in self._holders.items()
+        )
+        return hashlib.sha256(repr(told).encode()).hexdigest()
 
     def __contains__(self, name: str) -> bool:
         return name in self._holders
@@ -167,6 +179,8 @@ class Listed(NamedTuple):
 
 def refuse_unwritable(listed: Iterable[Listed]) -> None:
     for one in listed:
+        if one.name == _HEADER:
+            raise InvalidArgument(argument="the name of a tensor", was=repr(_HEADER), must="another")
         if one.dtype not in _NAMES:
             must = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
             raise InvalidArgument(argument=one.name, was=f"of {one.dtype}", must=f"one of {must}")
@@ -182,10 +196,13 @@ def write(folder: Path, listed: Sequence[Listed], tensor: Callable[[Listed], tor
     """All of them in files of about `file_bytes`, asked for one by one and in order. A file has its name when it is
     whole, and the index comes last."""
     files: list[list[Listed]] = [[]]
+    held = 0
     for one in listed:
-        if files[-1] and sum(each.nbytes for each in files[-1]) + one.nbytes > file_bytes:
+        if files[-1] and held + one.nbytes > file_bytes:
             files.append([])
+            held = 0
         files[-1].append(one)
+        held += one.nbytes
     places: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     for number, some in enumerate(files, 1):
@@ -206,6 +223,8 @@ def _all_or_nothing(path: Path) -> Iterator[IO[bytes]]:
     try:
         with scratch.open("wb") as file:
             yield file
+            file.flush()
+            os.fsync(file.fileno())  # or the name might outlive a power cut that the bytes did not
         os.replace(scratch, path)
     except BaseException:
         scratch.unlink(missing_ok=True)
@@ -213,7 +232,7 @@ def _all_or_nothing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _write_tensors(file: IO[bytes], listed: Sequence[Listed], tensor: Callable[[Listed], torch.Tensor]) -> None:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {_HEADER: {"format": "pt"}}
     end = 0
     for one in listed:
         offsets = [end, end := end + one.nbytes]
