@@ -121,10 +121,10 @@ def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, str
         _refuse_others(model, found, weights, strict)
         seen = weights.digest
     with _by_all(groups, "read"):
-        for name in groups:
-            if set(named(name).exchange(seen, "which checkpoint")) != {seen}:
-                must = "the same on all ranks"
-                raise InvalidArgument(argument="path", was="a checkpoint that other ranks see otherwise", must=must)
+        told = [named(name).exchange(seen, "which checkpoint") for name in groups]  # all of them, whatever they say
+        if any(set(one) != {seen} for one in told):
+            must = "the same on all ranks"
+            raise InvalidArgument(argument="path", was="a checkpoint that other ranks see otherwise", must=must)
     device = named(groups[0]).device if groups else torch.device("cpu")
 
     def fill() -> None:
