@@ -8,6 +8,7 @@ import expert_targets as experts
 import layer_targets as layers
 import operator_checks
 import pytest
+import shared_targets as shared
 import torch
 import vocabulary_targets as vocabulary
 
@@ -16,7 +17,7 @@ import undertow as ut
 Check = tuple[Callable[..., object], tuple[object, ...]]
 CHECKS: tuple[Check, ...] = (
     (layers.linears, (False,)), (layers.linears, (True,)), (layers.attention, (False,)), (layers.attention, (True,)),
-    (layers.mlp, (True, True)), (layers.compiled, ()), (layers.clipped, ()), (layers.experts, ()),
+    (layers.mlp, (True, True)), (layers.compiled, ()), (shared.clipped, ()), (layers.experts, ()),
     (experts.as_whole, ("auto",)), (experts.as_whole, ("chunked:peer",)), (experts.as_whole, ("signaled:dma",)),
     (experts.checkpoints, ()), (vocabulary.embeddings, (torch.float32,)), (vocabulary.embeddings, (torch.bfloat16,)),
     (vocabulary.tied, ()), (vocabulary.losses, (torch.float32,)), (vocabulary.losses, (torch.bfloat16,)),

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layer_targets import NORMED, STRATEGY, Normed, same
+from layer_targets import STRATEGY, same
 from safetensors.torch import load_file, save_file
+from shared_targets import NORMED, Normed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

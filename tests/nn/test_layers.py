@@ -47,29 +47,6 @@ def test_checkpoints() -> None:
     assert all(ut.launch(targets.checkpoints, 2, device="cpu"))
 
 
-@pytest.mark.parametrize(
-    ("hows", "ranks"),
-    [
-        (["FSDP2"], 4),
-        (["copy", "recomputed", "frozen", "patched", "named twice"], 2),
-        (["graph"], 2),
-        (["layer by layer"], 2),
-    ],
-)
-def test_gradients_of_what_ranks_share(hows: list[str], ranks: int) -> None:
-    assert all(ut.launch(targets.shared_gradients, ranks, device="cpu", args=(hows,)))
-
-
-def test_gradients_of_what_is_used_otherwise() -> None:
-    assert all(ut.launch(targets.odd_shared, 2, device="cpu"))
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_the_norm_of_all_gradients(ranks: int) -> None:
-    for after in ut.launch(targets.clipped, ranks, device="cpu"):
-        assert after == pytest.approx([0.1, 0.3, 0.02, after[3]], rel=1e-4)
-
-
 def test_dtensors() -> None:
     assert all(ut.launch(targets.dtensors, 2, device="cpu"))
 
