@@ -4,10 +4,11 @@ from ..ops.embedding_gradients import RowOptimizer
 from ..plan.placement import Table
 from .attention import AttentionProjections
 from .checkpoint import full_state_dict
-from .checkpoint_files import load_checkpoint, save_checkpoint, without_weights
+from .checkpoint_files import load_checkpoint, save_checkpoint
 from .clipping import clip_grad_norm_
 from .cross_entropy import cross_entropy
 from .embedding import ShardedEmbeddingBag
+from .empty import without_weights
 from .experts import ExpertParallelMLP
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import TensorParallelMLP

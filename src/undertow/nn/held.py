@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..ops.rows_all_reduce import sum_over_ranks
+from ..ops.rows_all_reduce import held_by_all
 from .sharded import Sharded
 
 _KEY: Any = "undertow: gradients are summed"
@@ -52,7 +52,7 @@ def _before(module: torch.nn.Module, _: object) -> None:
             setattr(inner, _OWN, own)
             filled.append(inner)
             for name, one in own.items():
-                inner._parameters[name] = _HeldByAll.apply(one, group)  # type: ignore[no-untyped-call]
+                inner._parameters[name] = held_by_all(one, group)  # type: ignore[assignment]
     setattr(module, _CALLS, [*module.__dict__.get(_CALLS, ()), filled])
 
 
@@ -67,19 +67,6 @@ def _after(module: torch.nn.Module, _: object, __: object) -> None:
         setattr(module, _CALLS, calls[:-1])
     else:
         del module.__dict__[_CALLS]
-
-
-class _HeldByAll(torch.autograd.Function):
-    """x, the same on all ranks, whose gradient is the sum of what each rank made of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_over_ranks(dy, ctx.group), None
 
 
 def carry_hooks(old: torch.nn.Module, new: torch.nn.Module) -> None:

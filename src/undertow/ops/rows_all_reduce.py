@@ -93,7 +93,7 @@ def rows_all_reduce(
     given, dtype = ("rows[0]", rows[0].dtype) if dtype is None else ("dtype", dtype)
     if torch.compiler.is_compiling():
         name = name_of(group)
-        held = [_held_by_all(one, name) if one.is_floating_point() else one for one in rows]
+        held = [held_by_all(one, name) if one.is_floating_point() else one for one in rows]
         total: torch.Tensor = sum_over_ranks(compute(held, weights).to(dtype), name)
         return total
     on = as_group(group)
@@ -314,7 +314,7 @@ class _Total:
         return torch.zeros_like(self._weight) if self._sum is None else self._sum.to(self._weight.dtype)
 
 
-# -- for a compiler, and for parameters that all ranks hold  ----------------------------------------------------------
+# -- for a compiler, and for parameters that all ranks hold -----------------------------------------------------------
 
 
 @torch.library.custom_op("undertow::sum_over_ranks", mutates_args=())
@@ -324,21 +324,25 @@ def sum_over_ranks(y: torch.Tensor, group: str) -> torch.Tensor:
     return all_reduce(total, group=named(group))
 
 
-@torch.library.custom_op("undertow::held_by_all", mutates_args=())
-def _held_by_all(x: torch.Tensor, group: str) -> torch.Tensor:
+class _HeldByAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return sum_over_ranks(dy, ctx.group), None
+
+
+def held_by_all(x: torch.Tensor, group: str) -> torch.Tensor:
     """x, the same on all ranks, whose gradient is the sum of what each rank made of it."""
-    return x.clone(memory_format=torch.contiguous_format)
+    return _HeldByAll.apply(x, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _like(x: torch.Tensor, group: str) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _setup(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
-    ctx.group = inputs[1]
-
-
 sum_over_ranks.register_fake(_like)
 sum_over_ranks.register_autograd(lambda ctx, dy: (dy, None))
-_held_by_all.register_fake(_like)
-_held_by_all.register_autograd(lambda ctx, dy: (sum_over_ranks(dy, ctx.group), None), setup_context=_setup)
