@@ -286,9 +286,12 @@ def one_rank_fails(folder: str) -> bool:
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
+    def wordless(*_: object) -> torch.Tensor:
+        raise MemoryError
+
     def filled() -> None:
         if group.rank == 1:
-            weights_file.WeightsFile.tensor = broken  # type: ignore[method-assign]
+            weights_file.WeightsFile.tensor = wordless  # type: ignore[method-assign]
         ut.nn.load_checkpoint(model, place / "right")
 
     def written() -> None:
@@ -307,12 +310,12 @@ def one_rank_fails(folder: str) -> bool:
         try:
             call()
             said.append("nothing")
-        except (UndertowError, RuntimeError) as error:
+        except (UndertowError, RuntimeError, MemoryError) as error:
             said.append(str(error))
     shape = "whole.bias is of shape [3] in the checkpoint, but must be [4]."
     wants = [
         shape if group.rank == 0 else f"Rank 0 could not read the checkpoint: {shape}",
-        "out of memory" if group.rank == 1 else "Rank 1 could not read the checkpoint: out of memory",
+        "" if group.rank == 1 else "Rank 1 could not read the checkpoint: MemoryError",
         "out of memory" if group.rank == 0 else "Rank 0 could not write the checkpoint: out of memory",
         "seen is what a hook or a module's extra state tells of it, but must be a parameter or a buffer of a module, to"
         " be filled.",
