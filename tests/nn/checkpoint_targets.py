@@ -117,6 +117,92 @@ def tables(folder: str) -> bool:
     return all(torch.equal(got[name], want[name]) for name in want)
 
 
+class Mixture(torch.nn.Module):
+    """Experts as a model of transformers holds them, under names as there."""
+
+    def __init__(self, experts: int = 3) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Module()
+        self.mlp.gate = torch.nn.Linear(4, experts, bias=False)
+        self.mlp.experts = torch.nn.Module()
+        self.mlp.experts.gate_up_proj = torch.nn.Parameter(torch.randn(experts, 10, 4))
+        self.mlp.experts.down_proj = torch.nn.Parameter(torch.randn(experts, 4, 5))
+
+
+SPELLINGS = {
+    ".mlp.": ("gate_proj", "up_proj", "down_proj"),
+    ".block_sparse_moe.": ("w1", "w3", "w2"),
+}
+
+
+def _published(plain: Mixture, block: str, gate: str, up: str, down: str) -> dict[str, torch.Tensor]:
+    """By a plain loop: each expert's three weights, one by one."""
+    state = plain.state_dict()
+    both, downs = state["mlp.experts.gate_up_proj"], state["mlp.experts.down_proj"]
+    found = {f"layer{block}gate.weight": state["mlp.gate.weight"]}
+    for expert in range(len(both)):
+        found[f"layer{block}experts.{expert}.{gate}.weight"] = both[expert, :5].clone()
+        found[f"layer{block}experts.{expert}.{up}.weight"] = both[expert, 5:].clone()
+        found[f"layer{block}experts.{expert}.{down}.weight"] = downs[expert].clone()
+    return found
+
+
+def experts_one_by_one(folder: str) -> bool:
+    """Into shards, into a model that nobody cut; out again as the model has them, and as they were."""
+    group, place = same(), Path(folder)
+    for block, names in SPELLINGS.items():
+        here = place / names[0]
+        plain = Mixture()
+        published = _published(plain, block, *names)
+        if group.rank == 0:
+            here.mkdir()
+            save_file(published, here / "theirs.safetensors")
+        group.barrier()
+        with ut.nn.without_weights():
+            whole, cut = (torch.nn.ModuleDict({"layer": Mixture()}) for _ in range(2))
+        ut.nn.parallelize(cut, {"*.experts": ut.nn.Experts(unit=1)}, strategy=STRATEGY)
+        want = torch.nn.ModuleDict({"layer": plain}).state_dict()
+        for number, model in enumerate((whole, cut)):
+            ut.nn.load_checkpoint(model, here / "theirs.safetensors")
+            found = ut.nn.full_state_dict(model)
+            assert found.keys() == want.keys()
+            assert all(torch.equal(found[name], want[name]) for name in want)
+            if number:  # the other one has no group that would have one rank write
+                ut.nn.save_checkpoint(model, here / "own")
+                ut.nn.save_checkpoint(model, here / "like", like=here / "theirs.safetensors", file_bytes=1)
+                for written, wanted in (("own", want), ("like", published)):
+                    read = weights_file.Weights(here / written)
+                    assert read.names == wanted.keys()
+                    assert all(torch.equal(read[name], wanted[name]) for name in wanted)
+    return True
+
+
+def experts_that_are_not_all_there(folder: str) -> dict[str, str]:
+    group, place = same(), Path(folder)
+    right = _published(Mixture(), ".mlp.", *SPELLINGS[".mlp."])
+    second = "layer.mlp.experts.1.up_proj.weight"
+    wrong = {
+        "less": {name: one for name, one in right.items() if name != second},
+        "shape": {**right, second: torch.ones(4, 4)},
+        "more": _published(Mixture(4), ".mlp.", *SPELLINGS[".mlp."]) | {"layer.mlp.gate.weight": torch.ones(3, 4)},
+    }
+    said = {}
+    model = torch.nn.ModuleDict({"layer": Mixture()})
+    ut.nn.parallelize(model, {"*.experts": ut.nn.Experts(unit=1)}, strategy=STRATEGY)
+    before = ut.nn.full_state_dict(model)
+    for name, state in wrong.items():
+        if group.rank == 0:
+            save_file(state, place / f"{name}.safetensors")
+        group.barrier()
+        try:
+            ut.nn.load_checkpoint(model, place / f"{name}.safetensors")
+        except UndertowError as error:
+            said[name] = str(error)
+    after = ut.nn.full_state_dict(model)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    return said
+
+
 def refusals(folder: str) -> dict[str, str]:
     """Each leaves the model as it was, and the group goes on."""
     group, place = same(), Path(folder)

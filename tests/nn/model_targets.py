@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import undertow as ut
+from undertow.nn import weights_file
 
 SIZES = {"hidden_size": 48, "intermediate_size": 70, "num_hidden_layers": 2, "vocab_size": 97}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}  # 3 over 2 ranks: heads do not divide
@@ -117,10 +118,11 @@ def round_trip(architecture: str) -> bool:
 
 
 def files(architecture: str, folder: str) -> dict[str, Any]:
-    """Files that transformers writes, into a model that had no memory; and files that it reads."""
+    """Files that transformers writes, experts one by one, into a model that had no memory; files that it reads; and
+    such as it writes."""
     group = ut.init()
     plain = _model(architecture, torch.bfloat16).eval()
-    theirs, ours = Path(folder) / "theirs", Path(folder) / "ours"
+    theirs, ours, alike = (Path(folder) / name for name in ("theirs", "ours", "alike"))
     if group.rank == 0:
         plain.save_pretrained(theirs, max_shard_size="40KB")
     group.barrier()
@@ -129,6 +131,7 @@ def files(architecture: str, folder: str) -> dict[str, Any]:
     ut.nn.parallelize(model, PLAN, strategy=STRATEGY)
     ut.nn.load_checkpoint(model, theirs)
     ut.nn.save_checkpoint(model, ours, file_bytes=40_000)
+    ut.nn.save_checkpoint(model, alike, file_bytes=40_000, like=theirs)
     if group.rank == 0:
         plain.config.save_pretrained(ours)
     group.barrier()
@@ -136,9 +139,10 @@ def files(architecture: str, folder: str) -> dict[str, Any]:
     prompt = torch.randint(3, SIZES["vocab_size"], (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         want, got = again(prompt).logits, model(prompt).logits
-    weights = again.state_dict()
+    weights, written, wanted = again.state_dict(), weights_file.Weights(alike), weights_file.Weights(theirs)
     return {
-        "files": min(len(list(one.glob("*.safetensors"))) for one in (theirs, ours)),
+        "files": min(len(list(one.glob("*.safetensors"))) for one in (theirs, ours, alike)),
+        "alike": written.names == wanted.names and all(torch.equal(written[one], wanted[one]) for one in wanted.names),
         "error": float((got - want).abs().max() / want.abs().max()),
         "read again": all(torch.equal(weights[name], one) for name, one in plain.state_dict().items()),
     }

@@ -25,7 +25,9 @@ def test_there_and_back(ranks: int, file_bytes: int, dtype: torch.dtype, tmp_pat
     assert all(ut.launch(targets.there_and_back, ranks, device="cpu", args=(str(tmp_path), file_bytes, dtype)))
 
 
-@pytest.mark.parametrize("target", [targets.into_what_has_weights, targets.tables, targets.of_a_copy])
+@pytest.mark.parametrize(
+    "target", [targets.into_what_has_weights, targets.tables, targets.of_a_copy, targets.experts_one_by_one]
+)
 def test_other_ways(target: object, tmp_path: Path) -> None:
     assert all(ut.launch(target, 2, device="cpu", args=(str(tmp_path),)))  # type: ignore[arg-type]
 
@@ -35,6 +37,22 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
     for filling, writing in ut.launch(targets.memory, 2, device="cpu", args=(str(tmp_path),)):
         assert 50 < filling < 90
         assert writing < 80
+
+
+def test_experts_that_are_not_all_there(tmp_path: Path) -> None:
+    for found in ut.launch(targets.experts_that_are_not_all_there, 2, device="cpu", args=(str(tmp_path),)):
+        assert found == {
+            "less": (
+                "path is a checkpoint without layer.mlp.experts.1.up_proj.weight, but must be one with all 3 experts of"
+                " a layer."
+            ),
+            "shape": "layer.mlp.experts.1.up_proj.weight is of shape [4, 4] in the checkpoint, but must be [5, 4].",
+            "more": (
+                "path is a checkpoint with layer.mlp.experts.3.down_proj.weight, layer.mlp.experts.3.gate_proj.weight,"
+                " layer.mlp.experts.3.up_proj.weight, which the model has not, but must be one of this model;"
+                " strict=False takes what there is."
+            ),
+        }
 
 
 def test_refusals(tmp_path: Path) -> None:

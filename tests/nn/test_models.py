@@ -59,12 +59,16 @@ def test_a_checkpoint_comes_back(architecture: str) -> None:
     assert all(ut.launch(targets.round_trip, 2, device="cpu", args=(architecture,)))
 
 
-@pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "architecture",
+    ["mixtral", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("llama", "qwen3", "qwen3_moe"))],
+)
 def test_files_of_transformers(architecture: str, tmp_path: Path) -> None:
     for found in ut.launch(targets.files, 2, device="cpu", args=(architecture, str(tmp_path))):
         assert found["files"] > 1
         assert found["error"] < 3e-2
         assert found["read again"]
+        assert found["alike"]
 
 
 @pytest.mark.parametrize(("architecture", "steps"), [("llama", 50), ("qwen3", 5), ("mixtral", 5)])

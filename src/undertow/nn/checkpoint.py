@@ -11,7 +11,7 @@ from ..collective.operators import all_gather
 from ..errors import InvalidArgument
 from ..fabric.registry import named
 from .embedding import as_saved, bags_of
-from .sharded import Cut, Sharded
+from .sharded import Cut, Narrowed, Sharded
 
 
 class Shard(NamedTuple):
@@ -20,7 +20,7 @@ class Shard(NamedTuple):
     cut: Cut
     group_name: str
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
+    def take(self, whole: Narrowed) -> torch.Tensor:
         """This rank's part."""
         return self.cut.take(whole, named(self.group_name).rank)
 

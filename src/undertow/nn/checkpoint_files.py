@@ -13,6 +13,8 @@ import contextlib
 import os
 import queue
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -26,14 +28,14 @@ from ..errors import CheckpointFailed, InvalidArgument
 from ..fabric.logs import get_logger
 from ..fabric.registry import as_group, named
 from ..fabric.works import InThread
-from . import weights_file
+from . import stored, weights_file
 from .checkpoint import put_together, state_and_shards
 from .embedding import ShardedEmbeddingBag, bags_of
 from .sharded import Sharded
+from .stored import Below, Stored, told
 from .weights_file import Listed, Weights
 
 FILE_BYTES = 5 << 30
-_TOLD = 5  # names in an error
 _SLICE = 0.2  # seconds between two looks at whether a tensor still comes
 
 
@@ -50,13 +52,14 @@ class _Part(NamedTuple):
     keys: tuple[str, ...]
     held: torch.Tensor
     shape: tuple[int, ...]
-    take: Callable[[torch.Tensor], torch.Tensor]
+    take: Callable[[Any], torch.Tensor]
 
 
 def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
-    """Fill `model` with the weights of a safetensors file, or of a folder of them, as the ordinary model has them.
+    """Fill `model` with the weights of a safetensors file, or of a folder of them.
 
-    Each rank reads what it holds of them. Parameters without memory (`without_weights`) get it on their group's device.
+    They are named as the ordinary model has them, or as such models are published (`stored`). Each rank reads what it
+    holds of them. Parameters without memory (`without_weights`) get it on their group's device.
     `strict`: all that the model has must be there, and nothing else. What is refused leaves the model as it was, on all
     ranks. Collective over the groups of the model's layers.
     """
@@ -64,7 +67,7 @@ def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, str
     seen = ""
     with _by_all(groups, "read"):
         weights = Weights(path)
-        found = [(_found(part, weights), part) for part in _parts(model, holders)]
+        found = [(stored.find(weights, part.keys, part.shape), part) for part in _parts(model, holders)]
         _refuse_others(model, found, weights, strict)
         seen = weights.digest
     with _by_all(groups, "read"):
@@ -78,10 +81,10 @@ def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, str
         if device.type == "cuda":
             torch.cuda.set_device(device)
         with torch.no_grad():
-            for key, part in found:
-                if key is None:
+            for one, part in found:
+                if one is None:
                     continue
-                mine = part.take(weights[key])
+                mine = part.take(one.read(weights))
                 if part.held.is_meta:
                     _hold(holders[id(part.held)], part.held, mine.to(device, part.held.dtype, copy=True))
                 else:
@@ -95,9 +98,7 @@ def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, str
 
 def _parts(model: torch.nn.Module, holders: dict[int, list[Holder]]) -> Iterator[_Part]:
     state, shards = state_and_shards(model)
-    keys: dict[int, list[str]] = {}
-    for key, held in state.items():
-        keys.setdefault(id(held), []).append(key)
+    keys = _keys(state)
     for key, held in state.items():
         if not isinstance(held, torch.Tensor) or keys[id(held)][0] != key:
             continue
@@ -107,58 +108,52 @@ def _parts(model: torch.nn.Module, holders: dict[int, list[Holder]]) -> Iterator
             must = "a parameter or a buffer of a module, to be filled"
             raise InvalidArgument(argument=key, was="what a hook or a module's extra state tells of it", must=must)
         if id(held) in shards:
-            yield _Part(tuple(keys[id(held)]), held, shards[id(held)].whole_shape(held), shards[id(held)].take)
+            yield _Part(keys[id(held)], held, shards[id(held)].whole_shape(held), shards[id(held)].take)
         else:
-            yield _Part(tuple(keys[id(held)]), held, tuple(held.shape), _all_of_it)
+            yield _Part(keys[id(held)], held, tuple(held.shape), _all_of_it)
     for prefix, bag in bags_of(model):
         for number, piece, take in bag.parts():
             table = bag.tables[number]
             yield _Part((prefix + bag.table_keys[number],), piece, (table.rows, table.dim), take)
 
 
-def _all_of_it(whole: torch.Tensor) -> torch.Tensor:
-    return whole
+def _keys(state: dict[str, Any]) -> dict[int, tuple[str, ...]]:
+    """The names of each tensor: modules may share one."""
+    found: dict[int, tuple[str, ...]] = {}
+    for key, held in state.items():
+        found[id(held)] = (*found.get(id(held), ()), key)
+    return found
 
 
-def _found(part: _Part, weights: Weights) -> str | None:
-    """By which of its names the checkpoint has it."""
-    key = next((one for one in part.keys if one in weights), None)
-    if key is not None and weights.shape(key) != part.shape:
-        was = f"of shape {list(weights.shape(key))} in the checkpoint"
-        raise InvalidArgument(argument=key, was=was, must=str(list(part.shape)))
-    return key
+def _all_of_it(whole: torch.Tensor | Below) -> torch.Tensor:
+    return whole.whole() if isinstance(whole, Below) else whole
 
 
 def _refuse_others(
-    model: torch.nn.Module, found: Sequence[tuple[str | None, _Part]], weights: Weights, strict: bool
+    model: torch.nn.Module, found: Sequence[tuple[Stored | None, _Part]], weights: Weights, strict: bool
 ) -> None:
     """What the model has and the checkpoint has not, and the other way round."""
-    empty = [part.keys[0] for key, part in found if key is None and part.held.is_meta]
+    empty = [part.keys[0] for one, part in found if one is None and part.held.is_meta]
     if empty:
-        _refuse(f"a checkpoint without {_names(empty)}", "one with all that has no memory yet")
-    known = {key for _, part in found for key in part.keys}
+        _refuse(f"a checkpoint without {told(empty)}", "one with all that has no memory yet")
+    known = {key for one, part in found for key in (*part.keys, *(one.names if one is not None else ()))}
     nowhere = [name for name, one in model.named_buffers() if one.is_meta and name not in known]
     if nowhere:
         must = "made under ut.nn.without_weights(), which leaves buffers as they are"
-        raise InvalidArgument(argument="model", was=f"one without memory for {_names(nowhere)}", must=must)
+        raise InvalidArgument(argument="model", was=f"one without memory for {told(nowhere)}", must=must)
     tables = [prefix + key for prefix, bag in bags_of(model) for key in bag.table_keys]  # of other ranks, too
-    missing = [part.keys[0] for key, part in found if key is None]
+    missing = [part.keys[0] for one, part in found if one is None]
     missing += [key for key in tables if key not in weights and key not in missing]
     unknown = sorted(weights.names - known - set(tables))
     must = "one of this model; strict=False takes what there is"
     if strict and missing:
-        _refuse(f"a checkpoint without {_names(missing)}", must)
+        _refuse(f"a checkpoint without {told(missing)}", must)
     if strict and unknown:
-        _refuse(f"a checkpoint with {_names(unknown)}, which the model has not", must)
+        _refuse(f"a checkpoint with {told(unknown)}, which the model has not", must)
 
 
 def _refuse(was: str, must: str) -> None:
     raise InvalidArgument(argument="path", was=was, must=must)
-
-
-def _names(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _TOLD} more" if len(keys) > _TOLD else ""
-    return ", ".join(keys[:_TOLD]) + more
 
 
 def _holders(model: torch.nn.Module) -> dict[int, list[Holder]]:
@@ -183,32 +178,41 @@ def _hold(holders: list[Holder], before: torch.Tensor, tensor: torch.Tensor) -> 
 
 
 def save_checkpoint(
-    model: torch.nn.Module, path: str | os.PathLike[str], *, file_bytes: int = FILE_BYTES, writer: int = 0
+    model: torch.nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    file_bytes: int = FILE_BYTES,
+    writer: int = 0,
+    like: str | os.PathLike[str] | None = None,
 ) -> None:
     """Write what the ordinary model would have to a folder: safetensors files of about `file_bytes`, and their index.
 
+    `like`: a checkpoint that the writer sees; what it has otherwise than the model (`stored`) is written as there.
     Rank `writer` of the job writes, and must call this; one tensor at a time is whole, on the ranks that put it
     together. What modules share is written once, under its first name. Collective over the groups of the model's
     layers, and of what FSDP has cut; those of the writer are told when all is written.
     """
     groups, folder = _groups(model), Path(path)
     writes = (dist.get_rank() if dist.is_initialized() else 0) == writer
-    listed: dict[Listed, Callable[[], torch.Tensor]] = {}
+    wholes: list[_Whole] = []
+    ways: list[Stored] = []  # of the one that writes
     with _by_all(groups, "write"):
         if file_bytes < 1:
             raise InvalidArgument(argument="file_bytes", was=file_bytes, must="at least 1")
-        listed = dict(_listed(model))
-        weights_file.refuse_unwritable(listed)
+        wholes = list(_wholes(model))
+        weights_file.refuse_unwritable(Listed(one.keys[0], one.dtype, one.shape) for one in wholes)
         if writes:
             weights_file.refuse_folder(folder)
-    writing = (
-        _Writing(lambda next_one: weights_file.write(folder, list(listed), next_one, file_bytes)) if writes else None
-    )
+            ways = list(_ways(wholes, like))
+    writing = _Writing(folder, _pieces(wholes, ways), file_bytes) if writes else None
     with _by_all(groups, "write"):  # where the disk is full, too, the others wait for this rank's part of each tensor
         try:
-            for make in listed.values():
-                whole = make()
-                _while_alive(groups, _done if writing is None else partial(writing.take, whole.cpu()))
+            for number, one in enumerate(wholes):
+                whole = one.make()
+                hand_over = _done
+                if writing is not None:
+                    hand_over = partial(writing.take, deque(part for _, part in ways[number].pieces(whole.cpu())))
+                _while_alive(groups, hand_over)
             if writing is not None:
                 writing.given = True
         finally:
@@ -219,23 +223,50 @@ def save_checkpoint(
             writing.work.wait()
 
 
+class _Whole(NamedTuple):
+    """A tensor that is written, the names that the model has for it, and what puts it together. That is collective."""
+
+    keys: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+
+def _ways(wholes: Sequence[_Whole], like: str | os.PathLike[str] | None) -> Iterator[Stored]:
+    """How each is written: as `like` has it, or as the model has it."""
+    weights = None if like is None else Weights(like)
+    for one in wholes:
+        found = None if weights is None else stored.find(weights, one.keys, one.shape)
+        yield Stored(one.keys[:1]) if found is None else found
+
+
+def _pieces(wholes: Sequence[_Whole], ways: Sequence[Stored]) -> list[Listed]:
+    return [
+        Listed(name, one.dtype, shape)
+        for one, way in zip(wholes, ways, strict=True)
+        for name, shape in zip(way.names, way.shapes(one.shape), strict=True)
+    ]
+
+
 class _Writing:
     """Files that are written on another thread, of tensors that are handed to it one by one."""
 
-    def __init__(self, write: Callable[[Callable[[object], torch.Tensor]], None]) -> None:
+    def __init__(self, folder: Path, listed: Sequence[Listed], file_bytes: int) -> None:
         self.over = threading.Event()  # nothing more is handed over
         self.given = False  # all of it was
         self._made: queue.Queue[torch.Tensor] = queue.Queue(1)
-        self.work = InThread(lambda: write(self._next))
+        self.work = InThread(lambda: weights_file.write(folder, listed, self._next, file_bytes))
 
-    def take(self, tensor: torch.Tensor, seconds: float) -> bool:
-        """Whether the files have it, or need it no more."""
-        if self.work.is_completed():
-            return True
-        with contextlib.suppress(queue.Full):
-            self._made.put(tensor, timeout=seconds)
-            return True
-        return False
+    def take(self, tensors: deque[torch.Tensor], seconds: float) -> bool:
+        """Whether the files have all of them, or need them no more."""
+        until = time.monotonic() + seconds
+        while tensors and not self.work.is_completed():
+            try:
+                self._made.put(tensors[0], timeout=max(0.0, until - time.monotonic()))
+            except queue.Full:
+                return self.work.is_completed()
+            tensors.popleft()
+        return True
 
     def _next(self, _: object) -> torch.Tensor:
         while True:
@@ -249,24 +280,23 @@ def _done(_: float) -> bool:
     return True
 
 
-def _listed(model: torch.nn.Module) -> Iterator[tuple[Listed, Callable[[], torch.Tensor]]]:
-    """All that is written, in one order on all ranks, and what puts each together. Collective when it is called."""
+def _wholes(model: torch.nn.Module) -> Iterator[_Whole]:
+    """All that is written, in one order on all ranks."""
     state, shards = state_and_shards(model)
-    seen = set[int]()
+    keys = _keys(state)
     for key, one in state.items():
         if not isinstance(one, torch.Tensor):
             get_logger().warning("%s is no tensor and is not written: full_state_dict has it.", key)
-        elif id(one) not in seen:
-            seen.add(id(one))
+        elif keys[id(one)][0] == key:
             if one.is_meta or one.layout != torch.strided:
                 was = "without memory" if one.is_meta else f"of layout {one.layout}"
                 raise InvalidArgument(argument=key, was=was, must="dense, and filled, to be written")
             shape = shards[id(one)].whole_shape(one) if id(one) in shards else tuple(one.shape)
-            yield Listed(key, one.dtype, shape), partial(put_together, one, shards.get(id(one)))
+            yield _Whole(keys[id(one)], one.dtype, shape, partial(put_together, one, shards.get(id(one))))
     for prefix, bag in bags_of(model):
         dtype = getattr(torch, bag.layout.dtype)
         for number, (table, key) in enumerate(zip(bag.tables, bag.table_keys, strict=True)):
-            yield Listed(prefix + key, dtype, (table.rows, table.dim)), partial(bag.whole_table, number)
+            yield _Whole((prefix + key,), dtype, (table.rows, table.dim), partial(bag.whole_table, number))
 
 
 # -- all ranks ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
     from ..fabric.group import Group
 
     AnyGroup = Group | dist.ProcessGroup | DeviceMesh | str | None
+
+
+class Narrowed(Protocol):
+    """A whole tensor of which parts are taken."""
+
+    def narrow(self, dim: int, start: int, length: int, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,7 @@ class Cut:
         """Of each part: how much `rank` holds."""
         return [stop - start for start, stop in (self.bounds(part, rank) for part in range(len(self.parts)))]
 
-    def take(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def take(self, whole: Narrowed, rank: int) -> torch.Tensor:
         """The shard of `rank`."""
         found, first = [], 0
         for part, size in enumerate(self.parts):
