@@ -6,6 +6,7 @@ from .attention import AttentionProjections
 from .checkpoint import full_state_dict
 from .checkpoint_files import load_checkpoint, save_checkpoint
 from .clipping import clip_grad_norm_
+from .compiled import overlap_pass
 from .cross_entropy import cross_entropy
 from .embedding import ShardedEmbeddingBag
 from .empty import without_weights
@@ -40,6 +41,7 @@ __all__ = [
     "cross_entropy",
     "full_state_dict",
     "load_checkpoint",
+    "overlap_pass",
     "parallelize",
     "save_checkpoint",
     "without_weights",

@@ -143,6 +143,29 @@ def _all_gather_matmul_whole_shape(
     return y, x.new_empty(y.shape[0], x.shape[1])
 
 
+@_operator("all_gather_matmuls")
+def all_gather_matmuls(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], gathered: bool, rows: Sequence[int] | None,
+    group: str, strategy: str,
+) -> list[Tensor]:  # fmt: skip
+    """The product with each weight and, if `gathered`, the rows of all ranks behind them. For passes of a compiler,
+    which come after gradients: it has none."""
+    from . import further
+
+    usual, outs = ["none"] * len(ws), [None] * len(ws)
+    found, whole = further.call(x, ws, gathered, rows, biases, usual, named(group), strategy, None, outs)
+    return found if whole is None else [*found, whole]
+
+
+@_shape_of("all_gather_matmuls")
+def _all_gather_matmuls_shape(
+    x: Tensor, ws: Sequence[Tensor], biases: Sequence[Tensor | None], gathered: bool, rows: Sequence[int] | None,
+    group: str, strategy: str,
+) -> list[Tensor]:  # fmt: skip
+    found = [_all_gather_matmul_shape(x, w, None, rows, group, strategy, "") for w in ws]
+    return [*found, x.new_empty(found[0].shape[0], x.shape[1])] if gathered else found
+
+
 @_operator("matmul_all_to_all")
 def matmul_all_to_all(
     x: Tensor, w: Tensor, bias: Tensor | None, splits: Sequence[int] | None, group: str, strategy: str, plan: str
