@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import overlap_pass_targets as targets
 import pytest
 
@@ -44,3 +48,14 @@ def test_layers(backend: str) -> None:
         for name, (apart, told) in found.items():
             assert apart < 1e-13, name
             assert [one.partition(": ")[2] for one in told] == TOLD[name], (name, told)
+
+
+@pytest.mark.nightly
+def test_the_example() -> None:
+    script = Path(__file__).parents[2] / "examples" / "compiled_tensor_parallel.py"
+    command = [sys.executable, "-c", "from undertow.cli import main; main()", "run", "-n", "2", "--device", "cpu"]
+    done = subprocess.run([*command, script], capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.splitlines()[:2] == [
+        "all_gather_into_tensor of [1, 256, 256]: one gather for 2 matmuls, rows kept.",
+        "reduce_scatter_tensor of [2, 256, 256]: sent beneath the matmul.",
+    ]
