@@ -7,6 +7,7 @@ from collections.abc import Callable
 import expert_targets as experts
 import layer_targets as layers
 import operator_checks
+import overlap_pass_targets as passes
 import pytest
 import shared_targets as shared
 import torch
@@ -36,3 +37,11 @@ def run() -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_every_check(ranks: int) -> None:
     ut.launch(run, ranks, device="cuda", deadline=60)
+
+
+def test_the_compilers_pass() -> None:
+    """Collectives by the backend `undertow`: no other connects ranks that share a GPU."""
+    for found in ut.launch(passes.graphs, 2, device="cuda", args=("fake",), deadline=60):
+        assert found["several"] == {"gather": 1}
+    for told in ut.launch(passes.layers, 2, device="cuda", args=("traced",), deadline=60):
+        assert all(apart < 1e-4 for apart, _ in told.values()), told

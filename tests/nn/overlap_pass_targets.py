@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -32,20 +32,34 @@ OURS = {
 }
 
 
+_used: list[dist.ProcessGroup] = []  # by the collectives below
+
+
+def _process_group(group: ut.Group) -> dist.ProcessGroup:
+    """All ranks. Several that share a GPU have no other backend there."""
+    if group.device.type == "cpu":
+        return group.process_group
+    import undertow.torch_backend  # registers it
+
+    found = dist.new_group(backend=undertow.torch_backend.NAME)
+    assert isinstance(found, dist.ProcessGroup)
+    return found
+
+
 def _gather(x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    return funcol.all_gather_tensor(x, dim, dist.group.WORLD)
+    return funcol.all_gather_tensor(x, dim, _used[0])
 
 
 def _scatter(x: torch.Tensor, dim: int = 0, how: str = "sum") -> torch.Tensor:
-    return funcol.reduce_scatter_tensor(x, how, dim, dist.group.WORLD)
+    return funcol.reduce_scatter_tensor(x, how, dim, _used[0])
 
 
 def _reduce(x: torch.Tensor, how: str = "sum") -> torch.Tensor:
-    return funcol.all_reduce(x, how, dist.group.WORLD)
+    return funcol.all_reduce(x, how, _used[0])
 
 
-def _numbers(*shape: int) -> torch.Tensor:
-    return torch.randint(-3, 4, shape).double()
+def _dtype(group: ut.Group) -> torch.dtype:
+    return torch.float64 if group.device.type == "cpu" else torch.float32
 
 
 def _early(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> Tensors:
@@ -73,6 +87,25 @@ def _reversed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """Pieces put together the other way round."""
     first, second = _gather(x).chunk(2)
     return torch.cat([second, first], 1).flatten(0, 1) @ w
+
+
+def _changed_weight(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    """A weight that is changed before the place where the pass would read it: later, and earlier."""
+    rows, given = x.clone(), w.clone()
+    total = rows @ given
+    given.add_(1)
+    summed = _reduce(total)
+    gathered = _gather(rows)
+    seen = torch.relu(gathered)
+    given.add_(1)
+    return summed, seen, gathered @ given.t().t()
+
+
+def _changed_shard(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    given = x.clone()
+    rows = _gather(given)
+    given.zero_()
+    return rows @ w
 
 
 Case = tuple[Callable[..., Any], tuple[tuple[int, ...], ...], dict[str, int]]
@@ -121,6 +154,9 @@ CASES: dict[str, Case] = {
         ((2, 3, 4), (4, 5), (5, 4)),
         {"gather": 1, "scatter": 1},
     ),
+    "a weight that changes": (_changed_weight, ((6, 4), (4, 5)), {}),
+    "a shard that changes": (_changed_shard, ((6, 4), (4, 5)), {}),
+    "nobody wants it": (lambda x: [x + 1, _gather(x)][0], ((3, 4),), {}),
     "whole numbers": (lambda x, w: _reduce(x.long() @ w.long()), ((6, 4), (4, 5)), {}),
     "nothing of it": (lambda x, w: _gather(x) @ w, ((0, 4), (4, 5)), {"gather": 1}),
 }
@@ -131,12 +167,15 @@ def graphs(mode: str) -> dict[str, dict[str, int]]:
     group = ut.init()
     warnings.simplefilter("ignore", FutureWarning)  # names that newer versions of torch have besides
     found = {}
+    _used[:] = [_process_group(group)]
     for name, (function, shapes, _) in CASES.items():
-        torch.manual_seed(7 + group.rank)
-        given = [_numbers(*shape) for shape in shapes]
+        if name == "whole numbers" and group.device.type == "cuda":  # torch multiplies none there
+            continue
+        chance = torch.Generator().manual_seed(7 + group.rank)
+        given = [torch.randint(-3, 4, one, generator=chance).to(group.device, _dtype(group)) for one in shapes]
         graph = make_fx(lambda *given, function=function: function(*given), tracing_mode=mode)(*given)
         want = graph(*given)
-        step = ut.nn.overlap_pass(strategy=STRATEGY)
+        step = ut.nn.overlap_pass(_used[0], strategy=STRATEGY)
         before = sum("c10d" in str(node.target) for node in graph.graph.nodes)
         step(graph.graph)
         graph.recompile()
@@ -222,7 +261,7 @@ def _compiler(step: Any, backend: str) -> dict[str, Any]:
 def layers(backend: str) -> dict[str, tuple[float, list[str]]]:
     """A layer forward and backward, with torch's collectives and with the pass: how far apart, and what is told."""
     group = ut.init()
-    mesh = init_device_mesh("cpu", (group.size,), mesh_dim_names=("tp",))
+    mesh = DeviceMesh.from_group(_process_group(group), group.device.type, mesh_dim_names=("tp",))
     found = {}
     for name, sequence, batch, bias in (
         ("sequence parallel", True, (2, 3), False),
@@ -230,18 +269,18 @@ def layers(backend: str) -> dict[str, tuple[float, list[str]]]:
         ("biases", True, (1, 3), True),
     ):
         torch.manual_seed(1)
-        layer = parallelize_module(Layer(bias).double(), mesh["tp"], _styles(sequence))
+        layer = parallelize_module(Layer(bias).to(group.device, _dtype(group)), mesh["tp"], _styles(sequence))
         step = ut.nn.overlap_pass(mesh["tp"], strategy=STRATEGY)
         torch._dynamo.reset()
         compiled = torch.compile(layer, **_compiler(step, backend))
-        torch.manual_seed(group.rank if sequence else 0)
-        x = torch.randn(*batch, 8, dtype=torch.float64)
+        chance = torch.Generator().manual_seed(group.rank if sequence else 0)
+        x = torch.randn(*batch, 8, generator=chance).to(group.device, _dtype(group))
         results = []
         for function in (layer, compiled):
             given = x.clone().requires_grad_()
             layer.zero_grad()
             y = _local(function(given))
-            (y * torch.linspace(1, 2, y.numel()).view(y.shape)).sum().backward()
+            (y * torch.linspace(1, 2, y.numel(), device=y.device).view(y.shape)).sum().backward()
             results.append([y.detach(), given.grad, *(_whole(one.grad) for one in layer.parameters())])
         apart = max(float((one - other).abs().max()) for one, other in zip(*results, strict=True))
         found[name] = apart, step.told

@@ -76,10 +76,13 @@ class OverlapPass(CustomGraphPass):
         graph, gathered = written.graph, traced.gathered(node, self._size)
         shape, whole = traced.value(gathered.whole).shape, gathered.whole
         order = _Order.of(shape, gathered.dim, self._size)
+        if not whole.users:
+            raise Alone("nobody uses what is gathered.")
         first = min(whole.users, key=list(graph.nodes).index)
-        products = [one for one in traced.products_of(whole) if traced.bring_in_front(one.factors, first, whole)]
+        products = [one for one in traced.products_of(whole) if traced.bring_in_front(one, first, whole)]
         if not products:
             raise Alone("no matmul takes what is gathered.")
+        traced.refuse_changes([gathered.shard], node, first)
         kept = len(products) < len(traced.uses(whole))
         with graph.inserting_before(first):
             rows = gathered.shard
@@ -103,7 +106,7 @@ class OverlapPass(CustomGraphPass):
         shape = traced.value(found.end).shape
         order = _Order.of(found.shape, found.dim, self._size)
         with written.graph.inserting_before(found.end):
-            x, w = _side_by_side(written, found.products)
+            x, w = _side_by_side(written, found.products, found.end)
             how = None, None, self._name, self._strategy, "", ""
             y = written.call(library.matmul_reduce_scatter._opoverload, order.by_rank(written, x), w, *how)
             result = y if len(shape) == 2 else written.call(_RESHAPE, y, traced.sizes_of(shape))
@@ -112,7 +115,7 @@ class OverlapPass(CustomGraphPass):
     def _reduce(self, written: _Written, node: Node) -> str:
         found = traced.summed(node, self._size)
         with written.graph.inserting_before(found.end):
-            x, w = _side_by_side(written, found.products)
+            x, w = _side_by_side(written, found.products, found.end)
             how = None, self._name, self._strategy, "", ""
             result = written.call(library.matmul_all_reduce._opoverload, x, w, *how)
             if found.sizes is not None:
@@ -120,8 +123,10 @@ class OverlapPass(CustomGraphPass):
         return _put(found, result, "summed")
 
 
-def _side_by_side(written: _Written, products: Sequence[traced.Product]) -> tuple[Node, Node]:
+def _side_by_side(written: _Written, products: Sequence[traced.Product], end: Node) -> tuple[Node, Node]:
     """A sum of products as one: [x0 x1 ...] @ [w0; w1; ...]."""
+    for one in products:
+        traced.refuse_changes([one.x, one.w], one.node, end)
     if len(products) == 1:
         return products[0].x, products[0].w
     x = written.call(_CAT, [one.x for one in products], 1)

@@ -304,8 +304,8 @@ def _product(node: Any) -> Product | None:
 # -- order -------------------------------------------------------------------------------------------------------------
 
 
-def bring_in_front(factors: Sequence[Node], first: Node, whole: Node) -> bool:
-    """Have `factors` before `first` in the graph, which is the first to use `whole`; whether that is possible."""
+def bring_in_front(product: Product, first: Node, whole: Node) -> bool:
+    """Have all factors but x before `first` in the graph, the first to use `whole`; whether that is possible."""
     place = {node: at for at, node in enumerate(first.graph.nodes)}
 
     def may(node: Node) -> bool:
@@ -319,11 +319,33 @@ def bring_in_front(factors: Sequence[Node], first: Node, whole: Node) -> bool:
                 move(one)
             first.prepend(node)
 
-    if not all(map(may, factors)):
+    if not all(map(may, product.factors)) or _changed(product.factors, first, product.node):
         return False
-    for one in factors:
+    for one in product.factors:
         move(one)
     return True
+
+
+def refuse_changes(nodes: Iterable[Node], earlier: Node, later: Node) -> None:
+    """What is read `later` than it was must be what it was."""
+    if _changed(nodes, earlier, later):
+        raise Alone("what it takes is changed in place before it would be read.")
+
+
+def _changed(nodes: Iterable[Node], earlier: Node, later: Node) -> bool:
+    """Whether one of them, or what it is made of by views and copies, is changed in place between two others."""
+    place = {node: at for at, node in enumerate(later.graph.nodes)}
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if any(place[earlier] <= place[user] < place[later] for user in node.users if _changes(user)):
+            return True
+        left += node.all_input_nodes if node.target in _OF_FACTORS else []
+    return False
+
+
+def _changes(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
 def erase(nodes: Iterable[Node]) -> None:
