@@ -99,7 +99,8 @@ class OverlapPass(CustomGraphPass):
         if kept:
             whole.replace_all_uses_with(results[-1])
         traced.erase([node, *gathered.nodes, *traced.views_of(whole), *(one.node for one in products)])
-        return f"one gather for {len(products)} matmul{'s'[: len(products) - 1]}{', rows kept' if kept else ''}."
+        matmuls = "1 matmul" if len(products) == 1 else f"{len(products)} matmuls"
+        return f"one gather for {matmuls}{', rows kept' if kept else ''}."
 
     def _scatter(self, written: _Written, node: Node) -> str:
         found = traced.summed(node, self._size)
