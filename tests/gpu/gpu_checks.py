@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import fabric_suite
 import torch
+import torch.distributed as dist
 from fabric_suite import integers, settle
 
 import undertow as ut
@@ -118,6 +119,25 @@ def captured_kernels_with_epochs_replay(group: ut.Group) -> None:
 
     _replay(group, "epochs", x, y, run, torch.arange(1, 10008, dtype=torch.float32, device=group.device) + left)
     assert int(guard.error[0]) == 0
+
+
+@fabric_suite.check
+def some_ranks_meet_more_often_than_others(group: ut.Group) -> None:
+    """Memory of a group of some ranks, between memory of all: torch counts what a process does in all its groups."""
+    some = dist.new_group(list(range(group.size // 2)))
+    mine = ut.as_group(some) if group.rank < group.size // 2 else None
+    for turn in range(2):
+        for one in (mine, mine, group) if mine is not None else (group,):
+            buffer = one.fabric.buffer(3, torch.int32)
+            buffer.local.fill_(one.rank + 10 * turn)
+            settle(one)
+            assert [buffer.peer(peer).tolist() for peer in range(one.size)] == [
+                [peer + 10 * turn] * 3 for peer in range(one.size)
+            ]
+            settle(one)
+            buffer.release()
+    if mine is not None:
+        mine.close()
 
 
 @fabric_suite.check

@@ -110,7 +110,7 @@ class CudaFabric(Fabric):
             views: list[torch.Tensor | None] = [None] * group.size
             views[group.rank] = flat[:count].view(shape)
             return views, flat
-        shared, handle = torch_symmetric.share(flat, group.process_group)
+        shared, handle = torch_symmetric.share(flat, group.process_group, group.exchange)
         torch.cuda.current_stream(self.device).synchronize()  # the zeros are there before anybody writes
         group.barrier()
         return [view[:count].view(shape) for view in shared], (flat, handle)
