@@ -64,7 +64,11 @@ POSTS = Setting(
 DEVICE = Setting(
     "UNDERTOW_DEVICE", "", "Device of a rank, `cpu` or `cuda`; the launcher sets it. Unset: a GPU if there is one."
 )
-DEVICE_INDEX = Setting("UNDERTOW_DEVICE_INDEX", "", "Index of a rank's GPU; the launcher sets it. Unset: `LOCAL_RANK`.")
+DEVICE_INDEX = Setting(
+    "UNDERTOW_DEVICE_INDEX",
+    "",
+    "Index of a rank's GPU; the launcher sets it. Unset: `LOCAL_RANK`, else the current GPU.",
+)
 SIM_CORE = Setting("UNDERTOW_SIM_CORE", "", "`python`: the simulator's loops run uncompiled. Unset: with Numba.")
 CONFORMANCE = Setting(
     "UNDERTOW_CONFORMANCE", "", "Folder of published tables of others. Unset: looked for beside the checkout."

@@ -112,8 +112,7 @@ def test_a_guard_asks_from_its_first_tick_on_and_ends(guard: Any, monkeypatch: p
     module: Any = sys.modules["undertow.fabric.stream_guard"]
     zeros, asked, hooks = torch.zeros, threading.Event(), []
     monkeypatch.setattr(torch, "zeros", lambda *shape, pin_memory=False, device=None, **more: zeros(*shape, **more))
-    for name in ("synchronize", "set_device"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(module, "poison_if_aborted", lambda output, abort: None)
     monkeypatch.setattr(module.stream_memory, "new_stream", lambda device, priority: SimpleNamespace(cuda_stream=4))
     monkeypatch.setattr(module.stream_memory, "query", lambda stream, rank: asked.set())
@@ -130,6 +129,31 @@ def test_a_guard_asks_from_its_first_tick_on_and_ends(guard: Any, monkeypatch: p
     made.close()
     asking.join(10)
     assert not asking.is_alive()
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_its_threads_have_the_devices_context(index: int, guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the first GPU's, for which torch would see nothing to do; and torch, with its lock, is asked for nothing."""
+    module: Any = sys.modules["undertow.fabric.stream_guard"]
+    asked: list[tuple[object, ...]] = []
+
+    def retain(handle: Any, device: int) -> int:
+        handle._obj.value = 70 + device
+        return 0
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(("torch", device)))
+    for name, function in {
+        "cuDeviceGet": lambda handle, number: setattr(handle._obj, "value", number),
+        "cuDevicePrimaryCtxRetain": retain,
+        "cuCtxSetCurrent": lambda context: asked.append(("current", context.value)),
+        "cuThreadExchangeStreamCaptureMode": lambda mode: asked.append(("captures", mode._obj.value)),
+    }.items():
+        monkeypatch.setitem(
+            module.stream_memory._driver, name, lambda *arguments, function=function: function(*arguments) or 0
+        )
+    guard._device = torch.device("cuda", index)
+    type(guard)._bind(guard)
+    assert asked == [("current", 70 + index), ("captures", 2)]
 
 
 def test_a_lost_device_ends_the_group_from_the_thread_that_asks(guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:

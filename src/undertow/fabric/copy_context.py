@@ -75,17 +75,16 @@ class Copies:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """What this thread asks of the driver inside is asked in the copies' context."""
-        if self._context is None:
+        """What this thread asks of the driver inside is asked in the copies' context, which it enters once."""
+        if self._context is None or getattr(_here, "context", None) == self._context:
             yield
             return
-        before = getattr(_here, "context", None)
         stream_memory.enter_context(self._context)
         _here.context = self._context
         try:
             yield
         finally:
-            _here.context = before
+            _here.context = None
             stream_memory.leave_context()
 
     def rest(self) -> None:

@@ -77,7 +77,11 @@ class CudaFabric(Fabric):
             reason = f"ranks share a GPU and {OVERLAPPING} is not 1"
         else:
             reason = self._why_no_access(set(devices))
-        return next((one for one in group.exchange(reason, "peer access") if one), "")
+        said = group.exchange([reason, self.device.index], "peer access")
+        found = next((one for one, _ in said if one), "")
+        if not found and len({index for _, index in said}) < group.size and os.environ.get(OVERLAPPING) != "1":
+            return "ranks number their GPUs differently, and torch takes GPUs of one number for one"
+        return found
 
     def _why_no_access(self, devices: set[str]) -> str:
         """GPUs are told apart by their uuid: an index means something else in a process that sees other GPUs."""
@@ -87,9 +91,12 @@ class CudaFabric(Fabric):
         if not devices <= set(visible):
             return "this process does not see the GPUs of all ranks"
         mine = self.device.index
-        if all(visible[one] == mine or torch.cuda.can_device_access_peer(mine, visible[one]) for one in devices):
-            return ""
-        return "the GPUs have no peer access"
+        others = [visible[one] for one in sorted(devices) if visible[one] != mine]
+        if not all(torch.cuda.can_device_access_peer(mine, one) for one in others):
+            return "the GPUs have no peer access"
+        if not all(stream_memory.has_atomics(mine, one) for one in others):
+            return "the GPUs have peer access without atomics, by which kernels signal"
+        return ""
 
     # -- memory --------------------------------------------------------------------------------------------------
 

@@ -162,6 +162,7 @@ class Proxy(Service):
         from . import stream_memory
 
         torch.cuda.set_device(self.group.device)
+        stream_memory.meet(self.group.device)  # torch may bring its context only with a call of its own
         stream_memory.allow_other_captures()
         with self._copies.current():
             yield

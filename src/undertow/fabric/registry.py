@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,9 +45,10 @@ def _prepare_cuda() -> None:
     """What must be said before CUDA starts, unless the user has said otherwise.
 
     A kernel loaded for the first time behind a waiting stream would hang, and streams that share a hardware queue hold
-    each other up.
+    each other up. Not even whether there is a GPU may be asked before: the driver reads this when it is first called.
     """
-    if default_device().type == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    cuda: Any = torch.cuda  # carries no types
+    if torch.version.cuda is not None and settings.DEVICE.get() != "cpu" and not cuda.is_initialized():
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
@@ -154,10 +155,16 @@ def default_device() -> torch.device:
     visible = torch.cuda.device_count()
     if visible == 0:
         raise errors.InvalidArgument(argument=settings.DEVICE.name, was="cuda", must="cpu, as no GPU is visible here")
-    index = settings.DEVICE_INDEX.get() or os.environ.get("LOCAL_RANK", "0")
+    index = settings.DEVICE_INDEX.get() or os.environ.get("LOCAL_RANK") or _chosen_index()
     if not index.isdecimal():
         raise errors.InvalidArgument(argument=settings.DEVICE_INDEX.name, was=repr(index), must="the number of a GPU")
     return torch.device("cuda", int(index) % visible)
+
+
+def _chosen_index() -> str:
+    """The current GPU, which a program without a launcher's LOCAL_RANK may have chosen by itself."""
+    cuda: Any = torch.cuda  # carries no types
+    return str(cuda.current_device()) if cuda.is_initialized() else "0"
 
 
 def _backend() -> str:

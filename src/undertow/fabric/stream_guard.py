@@ -145,8 +145,9 @@ class StreamGuard:
         return address
 
     def _bind(self) -> None:
-        """Driver calls need the device's context on the calling thread."""
-        torch.cuda.set_device(self._device)
+        """Driver calls need the device's context on the calling thread, one of the guard's own. By the driver itself:
+        `torch.cuda.set_device` asks for it with the interpreter's lock, and not at all where the first GPU is meant."""
+        stream_memory.meet(self._device)
         stream_memory.allow_other_captures()
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ: int32(seen - value) >= 0, cyclic as o
 _PORTABLE_AND_MAPPED = 1 | 2
 _NON_BLOCKING = 1
 _MAP_HOST = 8  # CU_CTX_MAP_HOST
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _NO_ROOM = frozenset({2, 46, 801, 808, 809})  # out of memory or channels, busy, not supported, too many under MPS
 _DISABLE_TIMING = 2
 _CAPTURE_MODE_RELAXED = 2
@@ -74,6 +75,7 @@ def _declare() -> dict[str, Any]:
         "cuThreadExchangeStreamCaptureMode": [ctypes.POINTER(c_int)],
         "cuStreamDestroy_v2": [c_void_p],
         "cuDeviceGet": [ctypes.POINTER(c_int), c_int],
+        "cuDeviceGetP2PAttribute": [ctypes.POINTER(c_int), c_uint32, c_int, c_int],
         "cuDevicePrimaryCtxRetain": [ctypes.POINTER(c_void_p), c_int],
         "cuCtxGetCurrent": [ctypes.POINTER(c_void_p)],
         "cuCtxSetCurrent": [c_void_p],
@@ -124,22 +126,38 @@ class _Threads(threading.local):
 _threads = _Threads()
 
 
-def _meet(device: torch.device) -> None:
+def meet(device: torch.device) -> None:
     """Make torch's context current on this thread, unless another one is: an autograd thread begins without any, and
-    torch brings it only with its own first call there."""
-    context, number = c_void_p(), c_int()
+    torch brings it only with its own first call there. Without the interpreter's lock, unlike that."""
+    context = c_void_p()
     check(_driver["cuCtxGetCurrent"](ctypes.byref(context)))
     if not context.value:
-        check(_driver["cuDeviceGet"](ctypes.byref(number), device.index))
-        check(_driver["cuDevicePrimaryCtxRetain"](ctypes.byref(context), number.value))  # torch's, alive anyway
+        retain = _driver["cuDevicePrimaryCtxRetain"]
+        check(retain(ctypes.byref(context), _number(device.index)))  # torch's, alive anyway
         check(_driver["cuCtxSetCurrent"](context))
     _threads.met.add(device.index)
+
+
+def _number(index: int) -> int:
+    """The driver's for a device, which need not be torch's."""
+    number = c_int()
+    check(_driver["cuDeviceGet"](ctypes.byref(number), index))
+    return number.value
+
+
+def has_atomics(index: int, peer: int) -> bool:
+    """Whether one GPU's kernels can add to words in the memory of another one: over NVLink they can, over PCIe seldom.
+    Asks without making a context of the other."""
+    answer = c_int()
+    numbers = _number(index), _number(peer)
+    check(_driver["cuDeviceGetP2PAttribute"](ctypes.byref(answer), _NATIVE_ATOMICS, *numbers))
+    return bool(answer.value)
 
 
 def current_stream(device: torch.device) -> int:
     """Handle of the current stream, without making an object for it. What follows may call the driver."""
     if device.index not in _threads.met:
-        _meet(device)
+        meet(device)
     return torch._C._cuda_getCurrentRawStream(device.index)  # type: ignore[no-any-return,attr-defined,unused-ignore]
 
 
@@ -172,9 +190,8 @@ def bare_stream(priority: int = 0) -> int | None:
 def new_context(device: torch.device) -> int | None:
     """A context of `device` beside torch's, not current on any thread; None where the GPU has no room for one."""
     torch.cuda.synchronize(device)  # torch's context exists
-    number, handle = c_int(), c_void_p()
-    check(_driver["cuDeviceGet"](ctypes.byref(number), device.index))
-    code = _driver["cuCtxCreate_v2"](ctypes.byref(handle), _MAP_HOST, number.value)
+    handle = c_void_p()
+    code = _driver["cuCtxCreate_v2"](ctypes.byref(handle), _MAP_HOST, _number(device.index))
     if code in _NO_ROOM:
         return None
     check(code)

@@ -341,10 +341,11 @@ def wait_and_copy(
 def warm_up(device: torch.device) -> None:
     """Load every variant of `copy_all`: loading synchronises, and would hang behind a waiting stream."""
     room = torch.zeros(128 * (MOST_COPIES + 1), dtype=torch.uint8, device=device)
-    for alignment in (16, 4, 1):
-        copies = [(room[128 * one :][:33], room[alignment:][:33]) for one in range(1, MOST_COPIES + 1)]
-        for count in _COPIES:
-            copy_all(copies[:count], 1)
+    with torch.cuda.device(device):  # a thread that never chose a device starts on the first
+        for alignment in (16, 4, 1):
+            copies = [(room[128 * one :][:33], room[alignment:][:33]) for one in range(1, MOST_COPIES + 1)]
+            for count in _COPIES:
+                copy_all(copies[:count], 1)
     torch.cuda.synchronize(device)
 
 
