@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 import undertow as ut
 from undertow import collective as co
+from undertow.collective import selection
 from undertow.collective.cpu_runtime import CpuExecutable
 from undertow.collective.language import Trace
 from undertow.errors import RankLost, UndertowError
@@ -123,6 +125,34 @@ def every_library_program() -> list[str]:
             if not (out.equal(expected) and mine.equal(expected)):
                 wrong.append(f"{name} {count}")
     return wrong
+
+
+def without_peers() -> tuple[list[str], set[str], set[str]]:
+    """As on a node of GPUs that cannot address each other's memory, with the choices of GPUs: what was wrong, and what
+    ran calls that named no program, and others."""
+    group = ut.init()
+    fabric: Any = group.fabric
+    fabric.lanes = lambda: {"net": "", "peer": "the GPUs have no peer access", "dma": ""}
+    for name, choices in selection.CPU.items():
+        selection.CPU[name] = tuple(replace(one, packets=True, instances=4) for one in choices)
+    wrong, ran = [], []
+    for program in (None, co.LIBRARY["one_shot"]):
+        mine = data(group.rank, 1000, torch.bfloat16)
+        if not co.all_reduce(mine, program=program).equal(reduced(group.size, 1000, torch.bfloat16, "sum")):
+            wrong.append(f"all_reduce by {program}")
+        if program is None:
+            every = torch.cat([data(one, 6, torch.float32) for one in range(group.size)])
+            mine = data(group.rank, 6, torch.float32)
+            if not co.all_gather(mine).equal(every):
+                wrong.append("all_gather")
+            if not co.broadcast(mine.clone(), root=1).equal(data(1, 6, torch.float32)):
+                wrong.append("broadcast")
+            total = reduced(group.size, 6, torch.float32, "sum")
+            if not co.reduce_scatter(mine).equal(total.tensor_split(group.size)[group.rank]):
+                wrong.append("reduce_scatter")
+        ran.append({type(one).__name__ for one in fabric.kept.values() if hasattr(one, "poisons")})
+        fabric.kept.clear()
+    return wrong, ran[0], ran[1]
 
 
 @co.program("all_reduce", chunks=2)

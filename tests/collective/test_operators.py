@@ -19,6 +19,11 @@ def test_the_other_collectives(ranks: int) -> None:
     assert ut.launch(targets.the_others, ranks, device="cpu") == [[]] * ranks
 
 
+def test_ranks_that_share_no_memory_copy_through_their_host() -> None:
+    """What a kernel would run in common memory, packets too, the `dma` lane carries there."""
+    assert ut.launch(targets.without_peers, 2, device="cpu") == [([], {"Copies"}, {"LaneExecutable"})] * 2
+
+
 def test_every_all_reduce_of_the_library() -> None:
     assert ut.launch(targets.every_library_program, 4, device="cpu") == [[]] * 4
 

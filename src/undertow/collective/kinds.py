@@ -16,7 +16,7 @@ from ..fabric.placement import Placement
 from .algorithms import LIBRARY
 from .copies import Copies
 from .language import Program
-from .runtime import Executable, executable
+from .runtime import Executable, executable, in_common_memory
 from .selection import Choice, choose, most_ctas
 from .tables import Table
 from .topology import Topology
@@ -36,6 +36,7 @@ class Kind(NamedTuple):
     lane: str | None = None
     ctas: int | None = None
     copies: bool = False  # by `Copies`, without the program
+    named: bool = True  # whether the program was given, or measured to be the best: it is then what runs
 
 
 _numbers: dict[tuple[object, ...], int] = {}
@@ -79,13 +80,18 @@ def kind_of(
     plan = f"{'copies' if copies else f'{chosen.name} {chosen.signature}'} {op} to {root}{wire}"
     if where != Placement():
         plan += f" over {where.lane} by {where.ctas} CTAs"
-    ctas = where.ctas if copies else None
-    return Kind(collective, chosen, choice, in_place, root, shape, plan, number, lane, ctas, copies)
+    ctas, named = where.ctas if copies else None, program is not None or measured is not None
+    return Kind(collective, chosen, choice, in_place, root, shape, plan, number, lane, ctas, copies, named)
 
 
 def executable_of(on: Group, kind: Kind) -> Executable:
+    """Made at the first call of a kind, collectively. GPUs of one node that cannot address each other's memory copy
+    through the host."""
     fabric = on.fabric
     found = cast("Executable | None", fabric.kept.get(kind.number))
+    is_one_node = len(on.local_ranks) == on.size
+    if found is None and kind.lane is None and is_one_node and not in_common_memory(fabric, "peer"):
+        kind = kind._replace(lane="dma", copies=not kind.named)
     if found is None and kind.copies:
         assert kind.lane is not None
         made = Copies(fabric, kind.lane, kind.collective, kind.root, kind.ctas)
@@ -96,15 +102,17 @@ def executable_of(on: Group, kind: Kind) -> Executable:
             raise InvalidArgument(argument="program", was=was, must=must)
         choice, lane = kind.choice, kind.lane or "peer"
         instances = choice.instances
-        shared = on.device.type == "cpu" and lane == "peer" and len(on.local_ranks) == on.size
-        if on.device.type == "cuda":
+        interpreted = in_common_memory(fabric, lane)  # a lane signals by itself, and walks instances as one
+        if not interpreted:
+            instances = 1
+        elif on.device.type == "cuda":
             most = most_ctas(fabric.multiprocessors, fabric.shares_device)
             seen = on.exchange(most, "how many CTAs a rank may take")
             instances = max(1, min(instances, min(seen) // choice.workers))
         schedule = kind.program.compile(
             topology=Topology.of(on.nodes), root=kind.root, in_place=kind.in_place, target="staged",
             slots=choice.slots, depth=choice.depth, workers=choice.workers, instances=instances,
-            packets=choice.packets, publish=shared,
+            packets=choice.packets and interpreted, publish=interpreted and on.device.type == "cpu",
         )  # fmt: skip
         found = fabric.kept[kind.number] = executable(
             fabric, schedule, choice.stride if kind.lane is None else None, lane=lane, warps=choice.warps

@@ -1,4 +1,5 @@
-"""Which runtime runs a schedule: the interpreter of the group's device, or the lanes where memory is not shared."""
+"""Which runtime runs a schedule: the interpreter of the group's device, or the lanes where memory is not shared:
+between nodes, and between GPUs that cannot address each other's."""
 
 from __future__ import annotations
 
@@ -34,21 +35,27 @@ class Executable(Protocol):
         """Free what it holds. No rank may be in a call any more."""
 
 
+def in_common_memory(fabric: Fabric, lane: str) -> bool:
+    """Whether the interpreter runs schedules for `lane`, in memory that all ranks reach. The same on all ranks."""
+    return lane == "peer" and not fabric.lanes()["peer"]
+
+
 def executable(
     fabric: Fabric, schedule: Schedule, stride: int | None = None, lane: str = "peer", warps: int | None = None
 ) -> Executable:
     """Make one; collective. `lane`: "peer" for the interpreter, "dma" for copy engines, "net" for messages. `warps`: of
     a CTA, where there are any.
 
-    A group that spans nodes has no common memory: there the lanes carry every schedule, `net` between nodes and `dma`
-    inside one (GPUs: `net` everywhere, as their staging memory belongs to groups of one node).
+    Where there is no common memory the lanes carry every schedule. In a group that spans nodes `net` between nodes and
+    `dma` inside one (GPUs: `net` everywhere, as their staging memory belongs to groups of one node); between GPUs of
+    one node without peer access `dma`, through the host.
     """
     group = fabric.group
-    spans_nodes = len(group.local_ranks) != group.size
     options = {} if stride is None else {"stride": stride}
-    if spans_nodes or lane != "peer":
+    if not in_common_memory(fabric, lane):
         from .lane_runtime import LaneExecutable
 
+        spans_nodes = len(group.local_ranks) != group.size
         near = "net" if spans_nodes and group.device.type == "cuda" else "dma"
         return LaneExecutable(fabric, schedule, lane=near if lane == "peer" else lane, **options)
     if group.device.type == "cuda":
