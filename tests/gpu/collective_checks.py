@@ -18,6 +18,7 @@ from late_rank import call_without_the_last
 from numpy.typing import NDArray
 
 import undertow as ut
+from undertow import collective as co
 from undertow.collective.algorithms import LIBRARY, OUT_OF_PLACE_ONLY
 from undertow.collective.bind import bind
 from undertow.collective.contract import Contract
@@ -381,6 +382,40 @@ def _raises(sentence: str, call: Callable[[], object]) -> None:
     else:
         said = "nothing"
     assert sentence in said, f"{sentence!r} was expected, but it said: {said}"
+
+
+def calls() -> list[str]:
+    """The calls that users make, of a few sizes, in and out of a capture: names of those that were wrong."""
+    group = ut.init()
+    device, size, wrong = group.device, group.size, []
+    for count in (5, 3001, 2_500_003):
+        parts = [_integers(count, rank, torch.bfloat16, device) for rank in range(size)]
+        mine, total = parts[group.rank], torch.stack(parts).float().sum(0).to(torch.bfloat16)
+        root = size - 1
+        found = {
+            "all_reduce": (co.all_reduce(mine.clone()), total),
+            "all_reduce by a program": (co.all_reduce(mine.clone(), program=LIBRARY["ring"]), total),
+            "all_gather": (co.all_gather(mine), torch.cat(parts)),
+            "reduce_scatter": (co.reduce_scatter(mine), total.tensor_split(size)[group.rank]),
+            "broadcast": (co.broadcast(mine.clone(), root=root), parts[root]),
+            "all_to_all": (
+                co.all_to_all(mine[: count // size * size]),
+                torch.cat([one[: count // size * size].tensor_split(size)[group.rank] for one in parts]),
+            ),
+        }
+        wrong += [f"{name} {count}" for name, (given, wanted) in found.items() if not torch.equal(given, wanted)]
+    x, base = torch.empty_like(mine), mine.clone()
+    graph = torch.cuda.CUDAGraph()
+    settle(group)
+    with torch.cuda.graph(graph):
+        co.all_reduce(x)
+    for step in range(20):
+        x.copy_(base * (-1) ** step)
+        graph.replay()
+        if not torch.equal(x, total * (-1) ** step):
+            wrong.append(f"replay {step}")
+    settle(group)
+    return wrong
 
 
 def abandoned() -> str:
