@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,18 @@ def test_the_driver_is_told_before_it_is_asked_for_gpus(monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         registry.init()
     assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "7", "the user's word counts"
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_it_is_the_current_one_once_the_group_is_made(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a program makes on "cuda" before its first call would be on the first GPU, of all ranks."""
+    current: list[torch.device] = []
+    group = SimpleNamespace(device=torch.device("cuda", index))
+    monkeypatch.setattr(registry.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(registry, "as_group", lambda given, deadline: group)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert registry.init() is group
+    assert current == [group.device]
 
 
 @pytest.mark.parametrize("why", ["a CPU is wanted", "torch has no CUDA", "CUDA has started"])

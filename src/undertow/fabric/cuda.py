@@ -271,13 +271,14 @@ class CudaFabric(Fabric):
     def close(self) -> None:
         if self.group.failed:
             return  # streams may still hang in what is being released: the memory stays until the process ends
-        torch.cuda.synchronize(self.device)
-        self.guard.close()
-        self._streams.clear()
-        for one in self._joined:
-            one.release()
-        self._joined.clear()
-        super().close()
+        with torch.cuda.device(self.device):  # a thread that never chose a device starts on the first
+            torch.cuda.synchronize(self.device)
+            self.guard.close()
+            self._streams.clear()
+            for one in self._joined:
+                one.release()
+            self._joined.clear()
+            super().close()
         self._flags.clear()
 
 

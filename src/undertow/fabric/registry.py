@@ -28,7 +28,10 @@ _times_joined = 0
 
 
 def init(deadline: float | None = None) -> Group:
-    """The group of all ranks. Initialises torch.distributed from the environment (or as one rank) if nobody did."""
+    """The group of all ranks. Initialises torch.distributed from the environment (or as one rank) if nobody did.
+
+    A rank's GPU is this thread's current one from here on: what the program makes on "cuda" must not be on the first.
+    """
     global _initialised_here
     with _groups_lock:
         if not dist.is_initialized():
@@ -38,7 +41,10 @@ def init(deadline: float | None = None) -> Group:
             else:
                 dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
             _initialised_here = True
-        return as_group(None, deadline=deadline)
+        group = as_group(None, deadline=deadline)
+        if group.device.type == "cuda":
+            torch.cuda.set_device(group.device)
+        return group
 
 
 def _prepare_cuda() -> None:
