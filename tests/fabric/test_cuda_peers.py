@@ -1,4 +1,4 @@
-"""When ranks can address each other's GPU memory, on nodes of GPUs that are not there."""
+"""When ranks can address each other's GPU memory, and what errors mean, on nodes of GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -58,3 +58,12 @@ def test_gpus_with_peer_access_are_peers(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_why_they_are_not(node: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels add to semaphores in others' memory; torch tells GPUs apart by their numbers."""
     assert reason in why_no_peers(monkeypatch, **node)
+
+
+@pytest.mark.parametrize(("code", "error"), [(226, "DeviceLost"), (716, "DeviceLost"), (801, "UndertowError")])
+def test_errors_that_a_context_does_not_survive(code: int, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between GPUs there are more of them than on one: a wrong access over NVLink is *contained*."""
+    with imported("undertow.fabric.stream_memory", monkeypatch) as module:
+        with pytest.raises(RuntimeError) as raised:
+            module.check(code, 3)
+        assert type(raised.value).__name__ == error

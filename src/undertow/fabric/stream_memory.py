@@ -39,16 +39,22 @@ _DISABLE_TIMING = 2
 _CAPTURE_MODE_RELAXED = 2
 _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _NOT_READY = 600
-_LOST = frozenset(
+_LOST = frozenset(  # whatever is called then returns the same
     {
+        214,  # uncorrectable error of memory
+        220,  # uncorrectable error of NVLink
+        226,  # contained: such as a wrong access over NVLink
         700,  # illegal address
+        702,  # a kernel took too long for a GPU with a display
         709,  # context is destroyed
         710,  # device assert
         714,  # hardware stack error
         715,  # illegal instruction
+        716,  # misaligned address
         717,  # invalid address space
         718,  # invalid program counter
         719,  # launch failed
+        721,  # tensor memory leaked
         805,  # MPS connection failed
         806,  # MPS remote procedure call failed
         810,  # MPS client terminated
