@@ -168,9 +168,6 @@ class StreamGuard:
             if not self._closed:
                 self._closed = isinstance(error, errors.DeviceLost)
                 self._group.fail(error)
-        except RuntimeError as error:  # torch's own word for a context that is gone
-            if not self._closed:
-                self._group.fail(errors.UndertowError(reason=f"The device does not answer: {error}"))
 
     def _tick(self, now: float) -> None:
         if self._closed:
@@ -218,7 +215,7 @@ class StreamGuard:
             while not self._closed:
                 release()
                 time.sleep(_SHORT_PERIOD if time.monotonic() < haste else _LONG_PERIOD)
-        except (errors.UndertowError, RuntimeError) as failure:  # the context went with the lost rank
+        except errors.UndertowError as failure:  # the context went with the lost rank
             get_logger().error("Could not release the streams of rank %d: %s", self._group.rank, failure)
 
     def _release_on_host(self) -> None:
