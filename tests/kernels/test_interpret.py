@@ -358,8 +358,7 @@ def test_the_whole_library_in_the_interpreter() -> None:
     interpreted("library", 3000)
 
 
-def test_ranks_that_share_a_gpu_leave_half_of_it() -> None:
-    """Who waits there leaves room for the matmuls of those that are waited for."""
-    assert most_ctas(132, False) == 132
-    assert most_ctas(33, True) == 16
-    assert most_ctas(1, True) == 1
+def test_a_collective_leaves_half_of_a_ranks_part_of_a_gpu() -> None:
+    """For the matmuls of those that it waits for, for its own rank's, and for another group's collective."""
+    assert 2 * most_ctas(132) <= 132
+    assert [most_ctas(one) for one in (33, 1)] == [16, 1]

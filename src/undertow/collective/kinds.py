@@ -106,7 +106,7 @@ def executable_of(on: Group, kind: Kind) -> Executable:
         if not interpreted:
             instances = 1
         elif on.device.type == "cuda":
-            most = most_ctas(fabric.multiprocessors, fabric.shares_device)
+            most = most_ctas(fabric.multiprocessors)
             seen = on.exchange(most, "how many CTAs a rank may take")
             instances = max(1, min(instances, min(seen) // choice.workers))
         schedule = kind.program.compile(

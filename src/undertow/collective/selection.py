@@ -85,13 +85,16 @@ CUDA["all_reduce"] = (
 NODES = {"all_reduce": "hierarchical", "all_gather": "all_gather_hierarchical", "all_to_all": "all_to_all_two_step"}
 
 
-def most_ctas(multiprocessors: int, shared: bool) -> int:
-    """CTAs that a call takes at most, each on a multiprocessor of its own: on a GPU that ranks share, half of a rank's.
+def most_ctas(multiprocessors: int) -> int:
+    """CTAs that a call takes at most, each on a multiprocessor of its own: half of a rank's.
 
-    They wait there while other ranks still compute, and matmuls that are launched in clusters of several neighbouring
-    multiprocessors (cuBLAS takes up to 8) find room only where not every one has a CTA that waits for them.
+    They wait there while other ranks still compute. On a GPU that ranks share, matmuls that are launched in clusters of
+    several neighbouring multiprocessors (cuBLAS takes up to 8) find room only where not every one has a CTA that waits
+    for them. On a GPU of one rank, gradients are computed beside the sums of earlier ones; and calls of two groups, on
+    streams of their own that run in another order on another rank (along both dimensions of a mesh), would wait for
+    each other in a circle if they did not fit beside each other.
     """
-    return max(1, multiprocessors // 2) if shared else multiprocessors
+    return max(1, multiprocessors // 2)
 
 
 def choose(collective: str, nbytes: int, device: str, topology: Topology) -> Choice:

@@ -171,7 +171,7 @@ def _executable(
             return None
         instances = choice.instances
         if group.device.type == "cuda":
-            most = most_ctas(fabric.multiprocessors, fabric.shares_device)
+            most = most_ctas(fabric.multiprocessors)
             seen = group.exchange(min(most, ctas or most), "how many CTAs a rank may take")
             instances = max(1, min(instances, min(seen) // choice.workers))
         compiled = partial(
