@@ -67,7 +67,8 @@ DEVICE = Setting(
 DEVICE_INDEX = Setting(
     "UNDERTOW_DEVICE_INDEX",
     "",
-    "Index of a rank's GPU; the launcher sets it. Unset: `LOCAL_RANK`, else the current GPU.",
+    "Index of a rank's GPU; the launcher sets it. Unset: `LOCAL_RANK`, else the one that the program chose, else the "
+    "rank.",
 )
 SIM_CORE = Setting("UNDERTOW_SIM_CORE", "", "`python`: the simulator's loops run uncompiled. Unset: with Numba.")
 CONFORMANCE = Setting(

@@ -29,21 +29,21 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variables", "has_chosen", "index"),
     [
-        ({}, False, 0),
+        ({}, False, 2),
         ({}, True, 5),
         ({"LOCAL_RANK": "3"}, True, 3),
         ({"LOCAL_RANK": "11"}, False, 3),
         ({"LOCAL_RANK": "3", "UNDERTOW_DEVICE_INDEX": "2"}, True, 2),
     ],
 )
-def test_the_launchers_then_the_one_that_was_chosen(
+def test_the_launchers_then_the_one_that_was_chosen_then_the_ranks(
     variables: dict[str, str], has_chosen: bool, index: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Programs that spawn ranks by themselves choose a GPU for each, and say so to nobody else."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_chosen)
-    assert registry.default_device() == torch.device("cuda", index)
+    assert registry.default_device(10) == torch.device("cuda", index)
 
 
 def test_the_driver_is_told_before_it_is_asked_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

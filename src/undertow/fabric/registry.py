@@ -99,7 +99,7 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | str | None, deadlin
             return known
         if known is not None:
             known.close()  # torch.distributed was torn down and made again under the same name
-        made = Group(process_group, default_device(), seconds_to_wait(deadline))
+        made = Group(process_group, default_device(dist.get_rank()), seconds_to_wait(deadline))
         _groups[process_group.group_name] = made
         made.when_closed = _forget
         _leave_at_exit()
@@ -151,8 +151,9 @@ def _process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proc
     raise errors.InvalidArgument(argument="group", was=type(group).__name__, must=must)
 
 
-def default_device() -> torch.device:
-    """The device this rank computes on: what the launcher said, else the GPU of its local rank, else the CPU."""
+def default_device(rank: int = 0) -> torch.device:
+    """The device this rank, number `rank` of the job, computes on: what the launcher said, else the GPU of its local
+    rank; without a launcher the one that the program has chosen, else its rank's, as far as there are; else the CPU."""
     kind = settings.DEVICE.get() or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cpu":
         return torch.device("cpu")
@@ -161,16 +162,15 @@ def default_device() -> torch.device:
     visible = torch.cuda.device_count()
     if visible == 0:
         raise errors.InvalidArgument(argument=settings.DEVICE.name, was="cuda", must="cpu, as no GPU is visible here")
-    index = settings.DEVICE_INDEX.get() or os.environ.get("LOCAL_RANK") or _chosen_index()
+    index = settings.DEVICE_INDEX.get() or os.environ.get("LOCAL_RANK") or _chosen_index(rank)
     if not index.isdecimal():
         raise errors.InvalidArgument(argument=settings.DEVICE_INDEX.name, was=repr(index), must="the number of a GPU")
     return torch.device("cuda", int(index) % visible)
 
 
-def _chosen_index() -> str:
-    """The current GPU, which a program without a launcher's LOCAL_RANK may have chosen by itself."""
+def _chosen_index(rank: int) -> str:
     cuda: Any = torch.cuda  # carries no types
-    return str(cuda.current_device()) if cuda.is_initialized() else "0"
+    return str(cuda.current_device() if cuda.is_initialized() else rank)
 
 
 def _backend() -> str:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ..fabric import node
 from ..fabric.logs import get_logger
-from ..fabric.registry import default_device
 
 _GLOO, _NCCL = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroup.BackendType.NCCL
 _said: set[tuple[str, str]] = set()
@@ -25,17 +24,17 @@ _made: Counter[str] = Counter()  # groups of each name: torch gives names again,
 _said_lock = threading.Lock()
 
 
-def make_backends(options: Any) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
-    """A backend for each type of device that tensors here may be on. Collective."""
+def make_backends(options: Any, device: torch.device) -> dict[str, tuple[dist.ProcessGroup.BackendType, Any]]:
+    """A backend for each type of device that tensors here may be on; `device` is this rank's. Collective."""
     _made[str(options.group_id)] += 1
     store = dist.PrefixStore(f"fallback/{_made[str(options.group_id)]}", options.store)
     rank, size = options.group_rank, options.group_size
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options.timeout)
     found: dict[str, tuple[dist.ProcessGroup.BackendType, Any]] = {"cpu": (_GLOO, gloo)}
-    if default_device().type != "cuda":
+    if device.type != "cuda":
         return found
     found["cuda"] = (_GLOO, gloo)
-    if dist.is_nccl_available() and _gpus_are_apart(store, rank, size, options.timeout):
+    if dist.is_nccl_available() and _gpus_are_apart(store, rank, size, device, options.timeout):
         nccl_options: Any = dist.ProcessGroupNCCL.Options()
         nccl_options._timeout = options.timeout
         nccl_options.global_ranks_in_group = options.global_ranks_in_group
@@ -52,9 +51,9 @@ def install(process_group: dist.ProcessGroup, backends: dict[str, tuple[dist.Pro
         process_group._register_backend(torch.device(device), kind, backend)
 
 
-def _gpus_are_apart(store: dist.Store, rank: int, size: int, timeout: timedelta) -> bool:
+def _gpus_are_apart(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> bool:
     """Whether no two ranks compute on one GPU, which NCCL refuses. Collective, through the store."""
-    properties: Any = torch.cuda.get_device_properties(default_device())
+    properties: Any = torch.cuda.get_device_properties(device)
     store.set(f"gpu {rank}", json.dumps([node.identity(), str(properties.uuid)]))
     names = [f"gpu {one}" for one in range(size)]
     store.wait(names, timeout)

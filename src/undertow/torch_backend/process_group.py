@@ -70,8 +70,9 @@ class UndertowProcessGroup(dist.ProcessGroup):
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stubs lack this one
         self._store = options.store
         self._timeout = options.timeout.total_seconds()
-        self._device = default_device()
-        backends = fallback.make_backends(options)
+        members = options.global_ranks_in_group  # none are named where the group is everybody's
+        self._device = default_device(members[options.group_rank] if members else options.group_rank)
+        backends = fallback.make_backends(options, self._device)
         fallback.install(self, backends)  # for what C++ calls by names that Python cannot override
         #: an ordinary ProcessGroup over the same ranks, for all that is not Undertow's
         self.carrier = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
