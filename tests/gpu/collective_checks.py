@@ -403,6 +403,14 @@ def calls() -> list[str]:
                 torch.cat([one[: count // size * size].tensor_split(size)[group.rank] for one in parts]),
             ),
         }
+        if group.rank == root:
+            found["reduce"] = (_there(co.reduce(mine, root=root)), total)
+            found["gather"] = (_there(co.gather(mine, root=root)), torch.cat(parts))
+        else:
+            assert co.reduce(mine, root=root) is None
+            assert co.gather(mine, root=root) is None
+        every = torch.cat(parts) if group.rank == root else None
+        found["scatter"] = (co.scatter(every, out=torch.full_like(mine, 9), root=root), mine)
         wrong += [f"{name} {count}" for name, (given, wanted) in found.items() if not torch.equal(given, wanted)]
     x, base = torch.empty_like(mine), mine.clone()
     graph = torch.cuda.CUDAGraph()
@@ -416,6 +424,11 @@ def calls() -> list[str]:
             wrong.append(f"replay {step}")
     settle(group)
     return wrong
+
+
+def _there(found: torch.Tensor | None) -> torch.Tensor:
+    assert found is not None
+    return found
 
 
 def abandoned() -> str:

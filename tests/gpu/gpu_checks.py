@@ -11,7 +11,9 @@ import torch.distributed as dist
 from fabric_suite import integers, settle
 
 import undertow as ut
+from undertow import collective as co
 from undertow import errors
+from undertow.fabric import placement
 
 REPLAYS = 1000
 SCALES = (1, -1, 2, -2, 3)
@@ -138,6 +140,40 @@ def some_ranks_meet_more_often_than_others(group: ut.Group) -> None:
             buffer.release()
     if mine is not None:
         mine.close()
+
+
+@fabric_suite.check
+def calls_go_by_the_lane_of_gpus_with_peer_access(group: ut.Group) -> None:
+    """What `dma` is between GPUs of their own, under whole calls and in graphs. Here its copies take SMs, so that no
+    kernel may wait for them."""
+    from undertow.fabric.cuda_lanes import CopyLane
+
+    mine = ut.as_group(dist.new_group(list(range(group.size))))
+    mine.fabric._lanes["dma"] = CopyLane(mine.fabric)
+    device = group.device
+    xs = [integers((96, 40), rank, torch.float32, device) for rank in range(group.size)]
+    ws = [integers((40, 72), 9 + rank, torch.float32, device) for rank in range(group.size)]
+    x, w, total = xs[group.rank], ws[group.rank], sum(x @ w for x, w in zip(xs, ws, strict=True))
+    rows = total.tensor_split(group.size)[group.rank]
+    for strategy in ("serial:dma", "chunked:dma"):
+        for _ in range(3):
+            assert torch.equal(ut.matmul_all_reduce(x, w, group=mine, strategy=strategy), total)
+            assert torch.equal(ut.matmul_reduce_scatter(x, w, group=mine, strategy=strategy), rows)
+            gathered = ut.all_gather_matmul(x, w, group=mine, strategy=strategy)
+            assert torch.equal(gathered, torch.cat(xs) @ w)
+    with placement.placed(placement.Placement("dma")):
+        for _ in range(3):
+            assert torch.equal(co.all_gather(x, group=mine), torch.cat(xs))
+            assert torch.equal(co.all_reduce(x.clone(), group=mine), sum(xs[1:], xs[0].clone()))
+            program = co.LIBRARY["ring"]
+            assert torch.equal(co.all_reduce(x.clone(), group=mine, program=program), sum(xs[1:], xs[0].clone()))
+    left, y = x.clone(), torch.empty_like(total)
+
+    def run() -> None:
+        ut.matmul_all_reduce(left, w, group=mine, strategy="chunked:dma", out=y)
+
+    _replay(mine, "chunked over copies between peers", left, y, run, total)
+    mine.close()
 
 
 @fabric_suite.check
