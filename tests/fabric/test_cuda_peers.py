@@ -12,7 +12,7 @@ from no_driver import imported
 
 def why_no_peers(
     monkeypatch: pytest.MonkeyPatch, *, mine: int = 1, indices: tuple[int, ...] = (0, 1), access: bool = True,
-    atomics: int = 1, visible: str = "ab", devices: str = "ab",
+    atomics: int = 1, visible: str = "ab", devices: str = "ab", folder: str = "/tmp/first",
 ) -> str:  # fmt: skip
     """Of the rank on GPU `mine`, in a group whose ranks have `devices`; `visible` are those that it sees."""
 
@@ -27,6 +27,7 @@ def why_no_peers(
 
     with imported("undertow.fabric.cuda", monkeypatch) as module:
         monkeypatch.delenv(module.OVERLAPPING, raising=False)
+        monkeypatch.setenv("TMPDIR", folder)
         for name, function in {"cuDeviceGetP2PAttribute": attribute, "cuDeviceGet": number}.items():
             monkeypatch.setitem(module.stream_memory._driver, name, function)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
@@ -36,7 +37,7 @@ def why_no_peers(
         fabric.device, fabric.shares_device = torch.device("cuda", mine), len(set(devices)) < len(devices)
         fabric.group = SimpleNamespace(
             size=len(devices), local_ranks=(0, 1),
-            exchange=lambda value, purpose: [["", indices[0]], [value[0], indices[1]]],
+            exchange=lambda value, purpose: [["", indices[0], "/tmp/first"], [value[0], indices[1], value[2]]],
         )  # fmt: skip
         return str(fabric._why_no_peers(list(devices)))
 
@@ -53,6 +54,7 @@ def test_gpus_with_peer_access_are_peers(monkeypatch: pytest.MonkeyPatch) -> Non
         ({"visible": "xb"}, "does not see the GPUs of all ranks"),
         ({"devices": "bb"}, "ranks share a GPU"),
         ({"indices": (1, 1)}, "number their GPUs differently"),
+        ({"folder": "/tmp/second"}, "different temporary folders"),
     ],
 )
 def test_why_they_are_not(node: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:

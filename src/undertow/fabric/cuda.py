@@ -77,11 +77,15 @@ class CudaFabric(Fabric):
             reason = f"ranks share a GPU and {OVERLAPPING} is not 1"
         else:
             reason = self._why_no_access(set(devices))
-        said = group.exchange([reason, self.device.index], "peer access")
-        found = next((one for one, _ in said if one), "")
-        if not found and len({index for _, index in said}) < group.size and os.environ.get(OVERLAPPING) != "1":
+        said = group.exchange([reason, self.device.index, torch_symmetric.folder()], "peer access")
+        found = next((one for one, _, _ in said if one), "")
+        if found:
+            return found
+        if len({index for _, index, _ in said}) < group.size and os.environ.get(OVERLAPPING) != "1":
             return "ranks number their GPUs differently, and torch takes GPUs of one number for one"
-        return found
+        if len({folder for _, _, folder in said}) > 1:
+            return "ranks have different temporary folders (TMPDIR), through which torch shares memory"
+        return ""
 
     def _why_no_access(self, devices: set[str]) -> str:
         """GPUs are told apart by their uuid: an index means something else in a process that sees other GPUs."""

@@ -14,6 +14,7 @@ Ranks map each other's memory by torch's `rendezvous`, which has three habits:
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -36,6 +37,12 @@ _met: Counter[int] = Counter()  # how often this process has, by the number of r
 # Names are of a type that not every release of torch has.
 _names: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 _made: Counter[str] = Counter()
+
+
+def folder() -> str:
+    """Where torch makes sockets, by which ranks hand memory to each other: it must be the same for all of them."""
+    named = (os.environ[name] for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR") if name in os.environ)
+    return next(named, "/tmp")
 
 
 def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
