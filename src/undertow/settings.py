@@ -76,6 +76,11 @@ CONFORMANCE = Setting(
 )
 
 
+#: What CUDA's driver is told before it is first called, where the user has said nothing. A kernel loaded for the first
+#: time behind a waiting stream would hang, and streams that share a hardware queue hold each other up.
+DRIVER = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
 def cache_folder() -> Path:
     """Where files that can be made again are kept."""
     chosen = CACHE_DIR.get()

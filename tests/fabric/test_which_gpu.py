@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from undertow.fabric import registry
+from undertow.fabric import launch, registry
 
 SAID = ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")
 
@@ -68,6 +69,15 @@ def test_it_is_the_current_one_once_the_group_is_made(index: int, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert registry.init() is group
     assert current == [group.device]
+
+
+def test_ranks_of_a_launch_are_told_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever they call first; each has a GPU."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "7")
+    with contextlib.ExitStack() as stack:
+        found = launch._device_environments(stack, ranks=3, gpus=8, mps="auto")
+    assert [one["UNDERTOW_DEVICE_INDEX"] for one in found] == ["0", "1", "2"]
+    assert {(one["CUDA_MODULE_LOADING"], one["CUDA_DEVICE_MAX_CONNECTIONS"]) for one in found} == {("EAGER", "7")}
 
 
 @pytest.mark.parametrize("why", ["a CPU is wanted", "torch has no CUDA", "CUDA has started"])

@@ -34,8 +34,8 @@ def init(deadline: float | None = None) -> Group:
     """
     global _initialised_here
     with _groups_lock:
+        _prepare_cuda()
         if not dist.is_initialized():
-            _prepare_cuda()
             if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
                 _join_job()
             else:
@@ -48,15 +48,11 @@ def init(deadline: float | None = None) -> Group:
 
 
 def _prepare_cuda() -> None:
-    """What must be said before CUDA starts, unless the user has said otherwise.
-
-    A kernel loaded for the first time behind a waiting stream would hang, and streams that share a hardware queue hold
-    each other up. Not even whether there is a GPU may be asked before: the driver reads this when it is first called.
-    """
+    """`settings.DRIVER`. Not even whether there is a GPU may be asked before: the driver reads it when first called."""
     cuda: Any = torch.cuda  # carries no types
     if torch.version.cuda is not None and settings.DEVICE.get() != "cpu" and not cuda.is_initialized():
-        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        for name, value in settings.DRIVER.items():
+            os.environ.setdefault(name, value)
 
 
 def _join_job() -> None:
