@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import lane_targets
 import pytest
+import torch
 
 import undertow as ut
 from undertow.collective.algorithms import LIBRARY
+from undertow.collective.lane_runtime import LaneExecutable
+from undertow.errors import InvalidArgument
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -51,3 +56,13 @@ def test_a_lost_rank_is_an_error(lane: str, tmp_path: Path, monkeypatch: pytest.
         when, said = (tmp_path / f"lost-{rank}").read_text().split(" ", 1)
         assert float(when) - death < 5
         assert "is lost" in said
+
+
+def test_messages_over_net_are_refused_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything has moved: the group goes on."""
+    run: Any = object.__new__(LaneExecutable)
+    run.schedule = LIBRARY["two_shot"].compile(2, target="staged")
+    run._lanes, run._group = [None, object()], SimpleNamespace(device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(InvalidArgument, match="lane net is inside a CUDA graph capture"):
+        run.run(torch.zeros(8), torch.zeros(8), [8])

@@ -111,11 +111,8 @@ class Copies:
         """One call, on contiguous memory; `span_lengths` in elements as the collective's contract says."""
         if operation not in OPERATIONS:
             raise InvalidArgument(argument="operation", was=repr(operation), must=f"one of {', '.join(OPERATIONS)}")
-        if self._lane.name == "net" and is_captured(self._group.device):
-            was = "inside a CUDA graph capture"
-            raise InvalidArgument(
-                argument="lane net", was=was, must="outside, or lane dma: the host waits for a network"
-            )
+        if self._lane.name == "net":
+            refuse_captured(self._group.device)
         given = source.local if isinstance(source, SymmetricBuffer) else source
         result = out.local if isinstance(out, SymmetricBuffer) else out
         flat, place = given.view(-1), result.view(-1)
@@ -238,9 +235,11 @@ class Copies:
         return sent, [sent[rank], out[: spans[rank]]] if rank == root else [], places, longest
 
 
-def is_captured(device: torch.device) -> bool:
-    """Whether what is enqueued now goes into a graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+def refuse_captured(device: torch.device) -> None:
+    """A call over `net` that would go into a graph; half-way it would end the group."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        must = "outside, or lane dma: the host waits for a network"
+        raise InvalidArgument(argument="lane net", was="inside a CUDA graph capture", must=must)
 
 
 def _cut(tensor: torch.Tensor, counts: Sequence[int]) -> Pieces:

@@ -38,6 +38,7 @@ from ..fabric.symmetric import SymmetricBuffer
 from . import lane_plan as plan
 from . import lane_steps as steps
 from .bind import waits_for_kernels, workspace_bytes
+from .copies import refuse_captured
 from .cpu_runtime import Whole
 from .lane_bind import WORKSPACE, Addition, BoundWalk, Letter, Transfer, bind_walk
 from .lane_near import Near
@@ -156,6 +157,8 @@ class LaneExecutable(Service):
             raise InvalidArgument(argument="ready", was=None, must="given: the schedule waits for a kernel's parcels")
         if operation not in OPERATIONS:
             raise InvalidArgument(argument="operation", was=repr(operation), must=f"one of {', '.join(OPERATIONS)}")
+        if self._lanes[steps.FAR] is not None:
+            refuse_captured(self._group.device)
         given = {"source": _flat("source", source), "out": _flat("out", out)}
         dtype = given["source"].dtype
         key = (tuple(span_lengths), dtype)
