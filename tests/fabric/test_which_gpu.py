@@ -72,12 +72,14 @@ def test_it_is_the_current_one_once_the_group_is_made(index: int, monkeypatch: p
 
 
 def test_ranks_of_a_launch_are_told_before_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever they call first; each has a GPU."""
+    """Whatever they call first; each has a GPU. And that NCCL does not end whose loss of a rank the watchdog tells."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "7")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     with contextlib.ExitStack() as stack:
         found = launch._device_environments(stack, ranks=3, gpus=8, mps="auto")
     assert [one["UNDERTOW_DEVICE_INDEX"] for one in found] == ["0", "1", "2"]
-    assert {(one["CUDA_MODULE_LOADING"], one["CUDA_DEVICE_MAX_CONNECTIONS"]) for one in found} == {("EAGER", "7")}
+    names = (*SAID, "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    assert {tuple(one[name] for name in names) for one in found} == {("EAGER", "7", "0")}
 
 
 @pytest.mark.parametrize("why", ["a CPU is wanted", "torch has no CUDA", "CUDA has started"])

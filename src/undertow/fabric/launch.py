@@ -368,6 +368,6 @@ def _device_environments(stack: contextlib.ExitStack, ranks: int, gpus: int, mps
         node = stack.enter_context(VirtualNode(ranks, mps, gpus))
         return [{**node.rank_environment(rank), settings.DEVICE_INDEX.name: str(rank % gpus)} for rank in range(ranks)]
     folder = stack.enter_context(PrivateFolder())  # symmetric memory keeps sockets in TMPDIR
-    driver = {name: os.environ.get(name, value) for name, value in settings.DRIVER.items()}  # before a rank calls it
-    common = {**driver, **folder.scratch_environment()}
+    said = {**settings.DRIVER, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # the watchdog reports losses; NCCL would abort
+    common = {name: os.environ.get(name, value) for name, value in said.items()} | folder.scratch_environment()
     return [{**common, settings.DEVICE_INDEX.name: str(rank)} for rank in range(ranks)]
