@@ -12,6 +12,7 @@ import torch
 
 import undertow as ut
 from undertow.collective.algorithms import LIBRARY
+from undertow.collective.carry import Carrier
 from undertow.collective.lane_runtime import LaneExecutable
 from undertow.errors import InvalidArgument
 
@@ -66,3 +67,10 @@ def test_messages_over_net_are_refused_in_a_capture(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(InvalidArgument, match="lane net is inside a CUDA graph capture"):
         run.run(torch.zeros(8), torch.zeros(8), [8])
+    fabric: Any = SimpleNamespace(group=SimpleNamespace(rank=0, size=2))
+    lane: Any = SimpleNamespace(name="net", in_rounds=False, lands_anywhere=True)
+    like: Any = SimpleNamespace(device=run._group.device, new_empty=lambda count: None)
+    with pytest.raises(InvalidArgument, match="lane net is inside a CUDA graph capture"):
+        Carrier(fabric, lane, like, 8)
+    lane.in_rounds = True  # NCCL's own: the host goes on
+    Carrier(fabric, lane, like, 8)

@@ -54,6 +54,8 @@ class Carrier:
         self._room = longest
         if self._size == 1 or longest == 0:
             return
+        if lane.name == "net" and self._rounds is None:
+            refuse_captured(like.device)
         if lane.lands_anywhere:  # only what is to be summed needs a place of its own
             self._private = like.new_empty(_PARITIES * self._size * longest)
             return
@@ -143,3 +145,10 @@ class Carrier:
 
 def _slot(kind: int, parcel: int) -> int:
     return kind * _PARITIES + parcel % _PARITIES
+
+
+def refuse_captured(device: torch.device) -> None:
+    """A call whose messages the host waits for, where it would go into a graph; half-way it would end the group."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        must = "outside, or lane dma: the host waits for a network"
+        raise InvalidArgument(argument="lane net", was="inside a CUDA graph capture", must=must)

@@ -28,7 +28,7 @@ import torch
 from ..errors import InvalidArgument
 from ..fabric.symmetric import SymmetricBuffer
 from ..plan.plan import split
-from .carry import Carrier
+from .carry import Carrier, refuse_captured
 from .cpu_runtime import Whole
 from .lane_sum import CTAS, OPERATIONS, Sum
 
@@ -233,13 +233,6 @@ class Copies:
         sent = _cut(source, spans) if rank == root else none  # scatter
         places = [out[: spans[rank]] if one == root else nowhere for one in range(size)]
         return sent, [sent[rank], out[: spans[rank]]] if rank == root else [], places, longest
-
-
-def refuse_captured(device: torch.device) -> None:
-    """A call over `net` that would go into a graph; half-way it would end the group."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        must = "outside, or lane dma: the host waits for a network"
-        raise InvalidArgument(argument="lane net", was="inside a CUDA graph capture", must=must)
 
 
 def _cut(tensor: torch.Tensor, counts: Sequence[int]) -> Pieces:

@@ -38,7 +38,7 @@ from ..fabric.symmetric import SymmetricBuffer
 from . import lane_plan as plan
 from . import lane_steps as steps
 from .bind import waits_for_kernels, workspace_bytes
-from .copies import refuse_captured
+from .carry import refuse_captured
 from .cpu_runtime import Whole
 from .lane_bind import WORKSPACE, Addition, BoundWalk, Letter, Transfer, bind_walk
 from .lane_near import Near
