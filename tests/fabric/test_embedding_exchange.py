@@ -167,11 +167,14 @@ class _Graph:
         self.number, self.is_gone = number, False
 
 
-def one_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch, capture: list[int] | None = None) -> Any:
+def one_rank(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch, capture: list[int] | None = None, order: list[str] | None = None
+) -> Any:
     """An exchange of one rank whose workspace grows as a fabric's, and a torch that takes host memory for a GPU's.
 
-    `capture`: the number of the one that calls are in, now.
+    `capture`: the number of the one that calls are in, now. `order`: what is said of the order of calls.
     """
+    said = order if order is not None else []
     capture = capture or [0]
     held: dict[str, _Space] = {}
 
@@ -194,9 +197,25 @@ def one_rank(cuda: Any, monkeypatch: pytest.MonkeyPatch, capture: list[int] | No
     monkeypatch.setattr(cuda, "Captured", lambda stream: _Graph(capture[0]))
     group, device = SimpleNamespace(size=1, rank=0), torch.device("cpu")
     fabric = SimpleNamespace(
-        group=group, device=device, workspace=workspace, signals=lambda count: None, rest=lambda: None
-    )
+        group=group, device=device, workspace=workspace, signals=lambda count: None, rest=lambda: None,
+        follow=lambda what: said.append(f"follow {what}"), enqueued=lambda what: said.append(f"enqueued {what}"),
+    )  # fmt: skip
     return cuda.Exchange(fabric)
+
+
+def test_calls_follow_each_other_from_the_place_on_to_what_is_copied_out(
+    cuda: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On any streams: a second call tells its place only when the first is over, and has been read."""
+    order: list[str] = []
+    exchange, layout = one_rank(cuda, monkeypatch, order=order), Layout(((Piece(0, 10, 64),),))
+    kept = exchange.take(layout, [4], torch.empty(0))
+    copied = exchange.take(layout, [4], torch.empty(0))
+    assert order == 2 * [f"follow {cuda.WAITING}"]
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor: order.append("copied") or tensor)
+    assert (kept.finish().data_ptr(), copied.place) == (kept.whole.data_ptr(), 0)
+    copied.finish()
+    assert order[2:] == [f"enqueued {cuda.WAITING}", "copied", f"enqueued {cuda.WAITING}"]
 
 
 def test_a_narrow_call_leaves_a_wide_result_alone(cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,14 +25,14 @@ NAMES = tuple(
 class Place:
     """A module of stages on a fake driver: what is current, what is captured, what was allocated and released."""
 
-    def __init__(self, module: Any, world: World) -> None:
+    def __init__(self, module: Any, cuda: Any, world: World) -> None:
         self.module, self.world = module, world
         self.current, self.capturing = world.new_stream(), set[int]()
         self.allocated: list[Any] = []
         group = types.SimpleNamespace(size=2, rank=0, barrier=lambda: None, failed=False)
-        self.fabric = types.SimpleNamespace(
-            group=group, device=CPU, kept={}, multiprocessors=4, buffer=self._buffer,
-        )  # fmt: skip
+        self.fabric = object.__new__(cuda.CudaFabric)
+        self.fabric.group, self.fabric.device, self.fabric.kept, self.fabric.multiprocessors = group, CPU, {}, 4
+        self.fabric.buffer, self.fabric._lock, self.fabric._turns = self._buffer, threading.RLock(), {}
 
     def _buffer(self, count: int, dtype: torch.dtype) -> Any:
         made = types.SimpleNamespace(count=count, released=False, address=lambda rank: rank)
@@ -39,8 +40,8 @@ class Place:
         self.allocated.append(made)
         return made
 
-    def stage(self, elements: int, lines: int = 1) -> Any:
-        return self.module.stage_of(self.fabric, ("kind",), elements, lines, torch.float32)
+    def stage(self, elements: int, lines: int = 1, kind: str = "kind") -> Any:
+        return self.module.stage_of(self.fabric, (kind,), elements, lines, torch.float32)
 
 
 @pytest.fixture
@@ -66,8 +67,8 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(ctypes, "CDLL", opened)
     before = _forget(lambda name: name in NAMES)
     others = set(sys.modules)
-    driver, order, _, module = (importlib.import_module(name) for name in NAMES)
-    here = Place(module, world)
+    driver, order, cuda, module = (importlib.import_module(name) for name in NAMES)
+    here = Place(module, cuda, world)
     events = iter(range(1, 1000))
     monkeypatch.setattr(driver, "new_event", lambda device: next(events))
     monkeypatch.setattr(driver, "current_stream", lambda device: here.current)
@@ -94,13 +95,15 @@ def _forget(which: Callable[[str], bool]) -> dict[str, types.ModuleType]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_calls_of_two_streams_come_in_their_order(place: Place, seed: int) -> None:
-    stage, order = place.stage(100), []
+    """Of one kind or of several: ranks whose GPUs took two of them in different orders would wait for each other."""
+    stages, order = [place.stage(100, kind=f"kind {one}") for one in range(2)], list[int]()
     streams = (place.current, place.world.new_stream())
     for number in range(12):
         place.current = streams[number * (number + seed) % 3 % 2]
-        stage.follow(CPU)
+        stage = stages[number % 2 * (seed % 2)]
+        stage.follow(place.fabric)
         place.world.put(place.current, lambda number=number: order.append(number))  # type: ignore[misc]
-        stage.enqueued(CPU)
+        stage.enqueued(place.fabric)
     place.world.run(seed)
     assert order == list(range(12))
 
@@ -108,21 +111,23 @@ def test_calls_of_two_streams_come_in_their_order(place: Place, seed: int) -> No
 def test_one_stream_waits_for_nothing(place: Place) -> None:
     stage = place.stage(100)
     for _ in range(3):
-        stage.follow(CPU)
-        stage.enqueued(CPU)
+        stage.follow(place.fabric)
+        stage.enqueued(place.fabric)
     assert len(place.world.streams[place.current]) == 3  # events that were recorded
 
 
 def test_two_streams_of_one_capture_are_refused(place: Place) -> None:
-    stage, first, second = place.stage(100), place.current, place.world.new_stream()
+    stage, other = place.stage(100), place.stage(100, kind="other")
+    first, second = place.current, place.world.new_stream()
     place.capturing = {first, second}
-    stage.follow(CPU)
-    stage.follow(CPU)
+    stage.follow(place.fabric)
+    stage.follow(place.fabric)
     place.current = second
-    with pytest.raises(InvalidArgument, match="on a second stream of one CUDA graph capture"):
-        stage.follow(CPU)
+    for one in (stage, other):
+        with pytest.raises(InvalidArgument, match="on a second stream of one CUDA graph capture"):
+            one.follow(place.fabric)
     place.capturing = {second}  # the first capture has ended
-    stage.follow(CPU)
+    stage.follow(place.fabric)
     assert not place.world.streams[first]  # nothing that a graph would not allow was enqueued
     assert not place.world.streams[second]
 
@@ -143,7 +148,7 @@ def test_an_outgrown_stage_is_released(place: Place) -> None:
 def test_a_stage_that_a_graph_uses_stays(place: Place) -> None:
     small = place.stage(1000)
     place.capturing = {place.current}
-    small.follow(CPU)
+    small.follow(place.fabric)
     with pytest.raises(InvalidArgument, match="made once before it is captured"):
         place.stage(1 << 24)
     place.capturing = set()

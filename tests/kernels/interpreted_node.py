@@ -67,9 +67,7 @@ class Node:
             words = [torch.zeros((lines + CTAS) * fused.LINE, dtype=torch.int32) for _ in range(self.ranks)]
             bases = parts.addresses(data), parts.addresses(words)
             self.stages[kind] = [
-                Stage(
-                    _buffer(data, rank), half, _buffer(words, rank), lines, *(_counters() for _ in range(3)), *bases, 0
-                )
+                Stage(_buffer(data, rank), half, _buffer(words, rank), lines, *(_counters() for _ in range(3)), *bases)
                 for rank in range(self.ranks)
             ]
             for stage in self.stages[kind]:
@@ -133,7 +131,7 @@ for _module in (fused_cuda, fused_few, tokens_cuda):
     _module.stage_of = lambda fabric, *rest, **more: fabric.node.stage(fabric, *rest, **more)  # type: ignore[attr-defined]
     _module.device_table = lambda fabric, key, make: parts.table(make())  # type: ignore[attr-defined]
     _module.load = lambda *arguments: None  # type: ignore[attr-defined]
-Stage.follow = Stage.enqueued = lambda self, device: None  # type: ignore[method-assign,assignment]
+Stage.follow = Stage.enqueued = lambda self, fabric: None  # type: ignore[method-assign,assignment]
 Stage.side_by_side = lambda self, fabric: self.described["side by side"]  # type: ignore[method-assign]
 
 

@@ -219,6 +219,14 @@ def _pass() -> None:
     """Nobody is waited for."""
 
 
+WAITING = "kernels that wait"
+"""What calls have in common (`Fabric.follow`) whose kernels hold SMs until those of other ranks have run.
+
+All ranks must run them in one order, whatever streams they are on: of two at a time one rank's GPU might begin with the
+first, another's with the second, and each would hold the SMs that the other needs.
+"""
+
+
 class Fabric(ABC):
     """Where the ranks of one group meet."""
 

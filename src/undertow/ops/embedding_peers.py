@@ -32,9 +32,11 @@ kernels. Each way has words of its own: the watchdog sets those that streams wai
 for a peer's word. Calls of both may follow each other, since all ranks make the same calls; a call's choice comes after
 the slices of the call before, whichever words told of them.
 
-**Streams.** What the stream of a call did with its result before that was dropped is done before the place is told
-again, also by a call on another stream. Of other streams that read the result nobody knows, as torch's `record_stream`
-knows only torch's own memory: the stream of the call must wait for them before the result is dropped.
+**Streams.** Calls come one after the other, whatever streams they are on (`take`, `finish`): they share words, and the
+place that is copied out of, and a kernel waits on all its SMs for those of other ranks. What the stream of a call did
+with its result before that was dropped is done before the place is told again. Of other streams that read the result
+nobody knows, as torch's `record_stream` knows only torch's own memory: the stream of the call must wait for them before
+the result is dropped.
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ import torch
 
 from ..errors import InvalidArgument
 from ..fabric import stream_memory, timeline
+from ..fabric.base import WAITING
 from ..fabric.captures import Captured
 from ..fabric.cuda import CudaFabric
 from ..fabric.signals import Step
@@ -166,7 +169,8 @@ class Exchange:
         return self._kernels if grain == "fused" else self._streams
 
     def take(self, layout: Layout, batches: Sequence[int], like: torch.Tensor) -> Result:
-        """A place for a call's result. Collective where the places have to grow."""
+        """A place for the result of a call that comes after the last one. Collective where the places have to grow."""
+        self._fabric.follow(WAITING)
         size = like.element_size()
         room = -(-max(1, max(batches) * layout.room * size) // _ALIGNMENT) * _ALIGNMENT
         graph = self._captured()
@@ -189,6 +193,10 @@ class Exchange:
             self._lease(mine, place, leased, graph)
         whole = torch.as_tensor(leased, device=like.device).view(like.dtype).view(rows, layout.room)
         return Result(self, base, distance, place, layout, whole)
+
+    def enqueued(self) -> None:
+        """A call was enqueued, with all that reads where it is copied out of."""
+        self._fabric.enqueued(WAITING)
 
     def _let_go(self) -> None:
         """Of memory that no result stands on any more, now that places grow and the rank is at rest.
@@ -256,8 +264,11 @@ class Result:
     def finish(self) -> torch.Tensor:
         """[rows, width], summed where rows of a table came from several ranks; of its own memory or leased."""
         if self.layout.sums:
-            return add_up(self.whole, self.layout)
-        return self.whole.clone() if self.place == _COPIED else self.whole
+            found = add_up(self.whole, self.layout)
+        else:
+            found = self.whole.clone() if self.place == _COPIED else self.whole
+        self.exchange.enqueued()
+        return found
 
 
 def run_over_peers(

@@ -59,7 +59,7 @@ def prepare(
     stays = arriving is not None and problem.ranks > 1
     make = partial(_gather, stays=True) if stays else makers[form]
     stage, launch = make(x, w, y, problem, plan, finish, fabric)
-    stage.follow(fabric.device)
+    stage.follow(fabric)
 
     def call() -> None:
         with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
@@ -67,7 +67,7 @@ def prepare(
         if arriving is not None:
             arriving.all_at_once(_gathered(x, problem, plan, stage, fabric.group.rank) if stays else x)
             fabric.poison_if_aborted(*arriving.made)
-        stage.enqueued(fabric.device)
+        stage.enqueued(fabric)
         if finish.after is not None:
             finish.apply(y)
         if fused_few.poisons(form, plan):

@@ -4,7 +4,8 @@ A *stage* (slots for tiles, gathered rows, packets, and the words that say what 
 for calls up to a size, used by all of them in turn, and remade half as large again, or larger, when one does not fit.
 The old one is released, unless a captured call uses it.
 
-Calls of a stage come one after the other, on all ranks in the same order (`fabric.in_order`).
+Calls come one after the other, on all ranks in the same order, whatever stages and streams they use (`WAITING`): each
+may fill a rank's SMs until the others have begun it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 from ..errors import InvalidArgument, StrategyUnavailable
 from ..fabric import stream_memory
+from ..fabric.base import WAITING
 from ..fabric.cuda import CudaFabric, CudaStream
-from ..fabric.in_order import InOrder
 from ..plan import fused
 from .overlap import half_way
 
@@ -31,14 +32,13 @@ _ROUND = 1 << 20  # elements: a small stage is made twice as large as asked, up 
 
 
 @dataclass
-class Stage(InOrder):
+class Stage:
     """Memory of one kind of call: `data` holds two halves of `half` elements, for calls in turn; `words` what arrived.
 
     `epochs`: the number of calls, counted by every CTA, and how many CTAs left (`kernels/poison.py`, `leave_grid`), or
     LINE times the same number (`kernels/fused_decode.py`);
-    `taken`: tiles or jobs that were, of either turn, and in the word behind it tiles of CTAs in step. `stream`: of the
-    last call, after which `event` was recorded; `captured`: of the last captured one. None: there was none.
-    `joined`: all ranks' `data` side by side, where a kernel wanted it so.
+    `taken`: tiles or jobs that were, of either turn, and in the word behind it tiles of CTAs in step. `captured`:
+    whether a graph uses it. `joined`: all ranks' `data` side by side, where a kernel wanted it so.
 
     Rows that stay for a gradient lie in both halves as one memory: calls do not use it in turn, but all ranks meet
     before each (`Fabric.meeting`).
@@ -53,11 +53,18 @@ class Stage(InOrder):
     taken: torch.Tensor
     bases: torch.Tensor
     word_bases: torch.Tensor
-    event: int
-    stream: int | None = None
-    captured: int | None = None
+    captured: bool = False
     joined: Joined | None = None
     described: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    def follow(self, fabric: CudaFabric) -> None:
+        """The current stream's next call comes after the last one of the group, wherever that was."""
+        fabric.follow(WAITING)
+        self.captured = self.captured or stream_memory.is_capturing()
+
+    def enqueued(self, fabric: CudaFabric) -> None:
+        """A call was enqueued, with all that reads what it shares with others."""
+        fabric.enqueued(WAITING)
 
     def side_by_side(self, fabric: CudaFabric) -> torch.Tensor:
         """[ranks, 2 * half]: `data` of all ranks. The first time not in a capture; all ranks or none get it."""
@@ -110,10 +117,10 @@ def stage_of(
         torch.cuda.synchronize(device)
         group.barrier()  # nobody uses the old one any more, but for graphs
         del stages[kind]
-        if old.captured is None:
-            old.release(fabric)
-        else:
+        if old.captured:
             outgrown.append(old)
+        else:
+            old.release(fabric)
     data = fabric.buffer(2 * half, dtype)
     try:
         words = fabric.buffer((held + fabric.multiprocessors) * fused.LINE, torch.int32)
@@ -129,8 +136,7 @@ def stage_of(
 
     numbers = max(fabric.multiprocessors, fused.LINE) + 3
     stage = Stage(
-        data, half, words, held, counters(numbers), counters(numbers), counters(2 * fused.LINE), bases, word_bases,
-        stream_memory.new_event(device) if old is None else old.event,
+        data, half, words, held, counters(numbers), counters(numbers), counters(2 * fused.LINE), bases, word_bases
     )  # fmt: skip
     torch.cuda.synchronize(device)
     group.barrier()

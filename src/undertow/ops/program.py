@@ -28,6 +28,7 @@ from ..collective.runtime import Executable, executable
 from ..collective.tied import Tied, tie
 from ..collective.topology import Topology
 from ..errors import InvalidArgument
+from ..fabric.base import WAITING
 from ..plan import reorder
 from ..plan.defaults import program_plan
 from ..plan.plan import Plan, parse_strategy
@@ -124,8 +125,10 @@ def run(
     runs = _executable(fabric, call, max(lengths) * problem.item_size)
     buffer = x.new_empty(problem.m * problem.n)
     product = _product(fabric, problem, call, x, w, buffer)
-    if y.device.type == "cuda" and not isinstance(runs, LaneExecutable):
+    waits = y.device.type == "cuda" and not isinstance(runs, LaneExecutable)
+    if waits:
         cast("CudaExecutable", runs).load(buffer, y, lengths)
+        fabric.follow(WAITING)
 
     beside = None
     if y.device.type == "cuda" and isinstance(runs, LaneExecutable):  # made before anything waits
@@ -140,6 +143,8 @@ def run(
 
     with half_way(fabric.group):
         _overlap(fabric, plan, product, tied.parcels, carry)
+    if waits:
+        fabric.enqueued(WAITING)
     finish.apply(y)
 
 

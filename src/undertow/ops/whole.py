@@ -41,6 +41,7 @@ from ..collective.runtime import executable
 from ..collective.selection import choose, most_ctas
 from ..collective.topology import Topology
 from ..errors import InvalidArgument, WorkspaceTooSmall
+from ..fabric.base import WAITING
 
 if TYPE_CHECKING:
     from ..collective.cuda_runtime import CudaExecutable
@@ -58,7 +59,6 @@ _AT_HOME = "rows at home"
 HOME = 0
 """The rank in whose memory rows of all ranks lie, where they share it."""
 _KEPT = object()  # name of what is kept with a fabric
-_SHARED = "whole results"  # what calls must come one after the other for
 _PACKED = 4  # bytes of the largest element that packets carry
 
 
@@ -126,8 +126,8 @@ def exchange(
     move = _mover(fabric, collective, source, out, spans, in_place, ctas, total * size)
     if move is None:
         return None
-    fabric.follow(_SHARED)
-    return Exchange(given, taken, move, lambda: fabric.enqueued(_SHARED))
+    fabric.follow(WAITING)
+    return Exchange(given, taken, move, lambda: fabric.enqueued(WAITING))
 
 
 def _mover(
@@ -244,7 +244,7 @@ def _at_home(fabric: Fabric, wanted: Gathers) -> Bringing | None:
     except WorkspaceTooSmall:
         return None
     meet, whole = fabric.meeting(_AT_HOME), held.peer(HOME)[:total].view(-1, shard.shape[1])
-    fabric.follow(_SHARED)
+    fabric.follow(WAITING)
 
     def bring() -> None:
         first = sum(wanted.rows[: fabric.group.rank])
@@ -253,6 +253,6 @@ def _at_home(fabric: Fabric, wanted: Gathers) -> Bringing | None:
     def compute() -> None:
         wanted.use(whole)
         fabric.poison_if_aborted(wanted.made)
-        fabric.enqueued(_SHARED)
+        fabric.enqueued(WAITING)
 
     return Bringing(bring, compute, meet)
