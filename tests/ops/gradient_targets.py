@@ -222,6 +222,30 @@ def some_gradients_only() -> bool:
             y = case.call(own[0], own[1], bias=own[2].view(-1), activation="none", group=group, strategy="chunked:peer")
             y.sum().backward()
             assert [one.grad is not None for one in own] == [*wants, False], name
+    return poisoned_gradients(group)
+
+
+def poisoned_gradients(group: ut.Group) -> bool:
+    """Were the backward pass aborted, nothing made of rows that came from others would look like a gradient."""
+    fabric, aborted = group.fabric, [False]
+
+    def poison(*made: torch.Tensor) -> None:
+        for one in made if aborted[0] else ():
+            one.fill_(float("nan"))
+
+    fabric.poison_if_aborted = poison  # type: ignore[method-assign]
+    of_others = {"matmul_reduce_scatter": (1, 2), "all_gather_matmul": (1,), "matmul_all_to_all": (1, 2)}
+    for (name, which), grain in itertools.product(of_others.items(), ("serial", "chunked", "signaled")):
+        case = OPERATORS[name](group.size, 6, 4, 3, torch.Generator().manual_seed(1), torch.float64)
+        own = [_mine(one, group.rank).detach().clone().requires_grad_() for one in case.leaves]
+        y = case.call(own[0], own[1], bias=own[2].view(-1), activation="none", group=group, strategy=f"{grain}:peer")
+        aborted[0] = True
+        y.sum().backward()
+        aborted[0] = False
+        for argument in which:
+            found = own[argument].grad
+            assert found is not None and bool(found.isnan().all()), f"{name} {grain}: argument {argument}"
+    del fabric.poison_if_aborted  # type: ignore[method-assign]
     return True
 
 

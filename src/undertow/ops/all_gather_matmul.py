@@ -25,6 +25,7 @@ import torch
 
 from ..collective.carry import Carrier
 from ..errors import InvalidArgument
+from ..fabric.base import WAITING
 from ..fabric.group import Group
 from ..fabric.registry import as_group
 from ..plan import reorder
@@ -233,9 +234,16 @@ def run(
 
     if arriving is not None:
         arriving.begin(gathered)
-    gate = fabric.gate() if product.waits_for_rows else None
+    gate = None
+    if product.waits_for_rows:
+        fabric.follow(WAITING)
+        gate = fabric.gate()
     with half_way(fabric.group):
         bring_and_multiply(fabric, lane, plan, product, bring, len(comes), also, gate)
+    if arriving is not None:
+        fabric.poison_if_aborted(*arriving.made)
+    if product.waits_for_rows:
+        fabric.enqueued(WAITING)
 
 
 def _rows_of(problem: Problem, plan: Plan, rank: int, parcel: int) -> list[Rows]:

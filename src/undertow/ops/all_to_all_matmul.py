@@ -203,3 +203,5 @@ def _run(
         arriving.begin(received)
     with half_way(on):
         bring_and_multiply(on.fabric, lane, plan, product, bring, len(plan.parcels), also)
+    if arriving is not None:
+        on.fabric.poison_if_aborted(*arriving.made)

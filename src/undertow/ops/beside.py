@@ -101,7 +101,9 @@ class Arriving:
 
     @property
     def made(self) -> list[torch.Tensor]:
-        return [one for one in (self._total, self._summed) if one is not None]
+        """Rows among it whose sum is still wanted: it is taken of them later."""
+        rows = self._z if self._wants_bias and self._summed is None else None
+        return [one for one in (self._total, self._summed, rows) if one is not None]
 
     def add(self, rows: Sequence[tuple[int, int]]) -> None:
         if list(rows) == [(0, self._z.shape[0])] and not self._experts:  # all at once: nothing is to be added up
@@ -184,8 +186,8 @@ def gathered_again(x: torch.Tensor, counts: Sequence[int], rank: int, dz: torch.
         multiplied(whole, dz, dw)
 
     def bring(carrier: Carrier) -> None:
-        # Of the stream that brings, and free again when `use` has been enqueued on the caller's: whoever gets it next
-        # on that stream comes after a fork from the caller's, and so after `use`.
+        # Of the stream that brings, and free again when `use` has been enqueued on the caller's: that one is forked
+        # again behind `use`, so whoever gets it next there comes after it (`overlap.py`).
         whole = x.new_empty(sum(counts), x.shape[1])
 
         def part(source: int, parcel: int) -> torch.Tensor:

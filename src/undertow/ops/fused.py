@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..collective.carry import Carrier
-from .overlap import half_way
+from .overlap import compute_beside, half_way
 from .whole import bringer, has_collectives
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def run(
             if beside.bring is not None:
                 beside.bring(Carrier(fabric, lane, y, beside.longest))
                 lane.flush()
-            beside.compute()
+            compute_beside(fabric, beside)
         gate()
         if also is not None and meet is not None:
             # All have met, so nobody reads what others overwrite. Rows that a rank stores are released by the words of

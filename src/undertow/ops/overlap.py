@@ -91,6 +91,13 @@ def give_up(group: Group, error: Exception) -> None:
         group.fail(UndertowError(reason=f"A call failed half-way: {type(error).__name__}: {error}."))
 
 
+def compute_beside(fabric: Fabric, beside: Beside) -> None:
+    """What is computed of rows that did not come is no result either, should the call be aborted."""
+    beside.compute()
+    if beside.gathers is not None:
+        fabric.poison_if_aborted(beside.gathers.made)
+
+
 def _overlap(
     fabric: Fabric,
     lane: Lane,
@@ -108,7 +115,7 @@ def _overlap(
         if beside is not None:
             if bring is not None and carrier is not None:
                 bring(carrier)
-            beside.compute()
+            compute_beside(fabric, beside)
         product.start()
         for step in (carry, *followers):
             step(0)
@@ -152,7 +159,9 @@ def _overlap(
         if beside is not None:
             if bringing is not None:
                 bringing.join()
-            beside.compute()
+            compute_beside(fabric, beside)
+            if bringing is not None and not fabric.capturing():  # a call on another stream may get its memory next
+                bringing.fork()
     except Exception as error:  # an interrupt does not wait for anybody
         give_up(fabric.group, error)
         join(fabric.group, *([bringing] if bringing is not None else []), communication, *following)

@@ -62,12 +62,12 @@ def exchange(
     # How weights lie, bias and activation are each rank's own.
     variant = (both.transposed, even, n == 1, n % 16, y.data_ptr() % 16, *ends.values())
     load(fabric, stage, ("exchange", plan.tile, x.dtype, both.grouped), variant, launch)
-    stage.follow(fabric.device)
+    stage.follow(fabric)
 
     def call() -> None:
         with timeline.event("matmul", engine="compute", rows=x.shape[0], fused=True):
             launch(stage.epochs, active(plan, fabric))
-        stage.enqueued(fabric.device)
+        stage.enqueued(fabric)
 
     return call
 
@@ -103,17 +103,18 @@ def arrive(
     pushes = device_table(fabric, ("pushes", *key), lambda: push_table(tokens, plan, rank))
     whole = all(one.rows % block_m == 0 for one in tokens.arriving(rank)[:-1])
     launch = gather_launch(x, w, y, plan, finish, fabric, stage, table, pushes, whole, announced=True)
-    stage.follow(fabric.device)
+    stage.follow(fabric)
 
     def call() -> None:
         with timeline.event("matmul", engine="compute", rows=y.shape[0], fused=True):
             launch(stage.epochs, active(plan, fabric))
         if keep or arriving is not None:
             _keep(x, received, tokens, stage, rank)
-        stage.enqueued(fabric.device)
+        stage.enqueued(fabric)
         if arriving is not None:
             arriving.begin(received)
             arriving.add([(0, received.shape[0])])
+            fabric.poison_if_aborted(*arriving.made)
 
     return call
 
