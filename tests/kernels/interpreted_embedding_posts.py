@@ -248,6 +248,9 @@ class Alone:
     def settle(self) -> None:
         self.said.append("settle")
 
+    def rest(self) -> None:
+        self.said.append("rest")
+
     def gate(self) -> Any:
         """Nobody shares this GPU."""
         return lambda: None
@@ -262,7 +265,10 @@ def alone(monkeypatch: pytest.MonkeyPatch, batches: list[int], dims: list[list[i
         ring = {"address": node.ring.ctypes.data, "head": node.head, "capacity": CAPACITY, "signals": arrivals}
         buffers: dict[int, Any] = {}
         attach = lambda space: buffers.setdefault(space.identity, space).identity  # noqa: E731
-        return SimpleNamespace(**ring, posts=SimpleNamespace(attached=buffers), attach=attach, group=fabric.group)
+        return SimpleNamespace(
+            **ring, posts=SimpleNamespace(attached=buffers), attach=attach, group=fabric.group,
+            copies=lambda: SimpleNamespace(is_own=True),
+        )  # fmt: skip
 
     monkeypatch.setattr(posting, "Proxy", made)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
@@ -282,7 +288,7 @@ def test_a_whole_call_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         y = embedding_posts.run(fabric, node.bags(0), node.layout, node.batches, plan, torch.empty(0))
         assert torch.equal(y, want)
         if number == 0:
-            assert set(fabric.said) == {"settle", "barrier", "posts over dma"}
+            assert set(fabric.said) == {"rest", "settle", "barrier", "posts over dma"}
             fabric.said.clear()
     assert fabric.said == 2 * ["posts over dma"]
 
