@@ -35,6 +35,8 @@ _KEPT = 256  # tables of a group: shapes may differ from call to call
 _HALVES = (torch.float16, torch.bfloat16)
 _BLOCK_K = {128: 64, 64: 32}  # by rows of the tile
 _TMA_ALIGNMENT = 16
+_TMA_MAJOR = 9  # number of its capability
+_TMA_SHARED = 227 << 10  # bytes of shared memory: what a CTA of the kernels with TMA may take
 _TABLES, _COUNTERS, _CAPTURED = object(), object(), object()  # names of what is kept with a fabric
 
 
@@ -166,7 +168,7 @@ class CudaTileProduct(Product):
         if grouped:
             shared |= {"GROUPED": True, "BIAS_ROW": self._w.shape[2]}
         kernel: Any
-        if x.tensor.dtype in _HALVES and x.bulk and w.bulk and _has_tma(self._fabric.device) and block_m in _BLOCK_K:
+        if x.tensor.dtype in _HALVES and x.bulk and w.bulk and has_tma(self._fabric.device) and block_m in _BLOCK_K:
             block_k = _BLOCK_K[block_m]
             parts = 2 if self._bulk_stores else 4
             block_b = [1] * grouped + ([block_n, block_k] if w.transposed else [block_k, block_n])
@@ -264,5 +266,7 @@ def as_factor(w: torch.Tensor) -> Factor:
     return Factor(w.contiguous(), False)
 
 
-def _has_tma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] >= 9
+def has_tma(device: torch.device) -> bool:
+    """Whether the kernels with TMA run there: GPUs of sm_120 have it, but not the shared memory for so many stages."""
+    about = torch.cuda.get_device_properties(device)
+    return about.major >= _TMA_MAJOR and about.shared_memory_per_multiprocessor >= _TMA_SHARED
