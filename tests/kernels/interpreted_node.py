@@ -65,13 +65,16 @@ class Node:
             whole = torch.full((self.ranks, 2 * half), poison, dtype=dtype)
             data = list(whole)
             words = [torch.zeros((lines + CTAS) * fused.LINE, dtype=torch.int32) for _ in range(self.ranks)]
-            bases = parts.addresses(data), parts.addresses(words)
+            # What is pulled is written where it is read: side by side, not through each rank's own mapping.
+            pulled = kind[0] == "pulled" and not kind[-1]
+            mapped = [torch.full_like(one, poison) for one in data] if pulled else data
+            bases = parts.addresses(mapped), parts.addresses(words)
             self.stages[kind] = [
                 Stage(_buffer(data, rank), half, _buffer(words, rank), lines, *(_counters() for _ in range(3)), *bases)
                 for rank in range(self.ranks)
             ]
             for stage in self.stages[kind]:
-                stage.described["side by side"] = whole
+                stage.described["side by side"], stage.described["mapped"] = whole, mapped
         return self.stages[kind][fabric.group.rank]
 
     def run(self, call: Callable[[Any, int], Callable[[], None]], times: int = 2) -> None:

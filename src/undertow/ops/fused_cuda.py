@@ -286,6 +286,7 @@ def gather_launch(
     k, n = x.shape[1], w.shape[-1]
     both = factors(x, w, fabric.bulk_copies)
     buffer, gathered = _rows_of(plan, fabric, stage, k, both.block_k, stays)
+    bases = stage.joined_bases(fabric) if plan.pull and not stays else stage.bases
     bias, ends = finishing(finish, y)
     aligned = n % ALIGNED == 0 and y.data_ptr() % 16 == 0
     bulk = aligned and whole and fabric.bulk_copies and y.numel() > 0
@@ -322,7 +323,7 @@ def gather_launch(
             last = brought.last_tiles(len(table) - own, multiplying, plan)
             roles = {"multiplying": multiplying, "last": last, "partial": _partial(plan, fabric, stage)}
         kernel[(fabric.multiprocessors,)](
-            a, gathered, b, c, both.a, y, bias, table, pushes, stage.bases, stage.word_bases, stage.words.local, epochs,
+            a, gathered, b, c, both.a, y, bias, table, pushes, bases, stage.word_bases, stage.words.local, epochs,
             stage.taken, active=working, **roles, **known,
         )  # fmt: skip
 

@@ -81,6 +81,13 @@ class Stage:
             self.joined = made[0]
         return self.joined.view(2 * self.half, self.data.dtype)
 
+    def joined_bases(self, fabric: CudaFabric) -> torch.Tensor:
+        """As `bases`, where they lie side by side: for kernels that read there what they have written (`Joined`)."""
+        return self.describe(  # type: ignore[no-any-return]
+            ("bases",),
+            lambda: torch.tensor([one.data_ptr() for one in self.side_by_side(fabric)], device=fabric.device),
+        )
+
     def release(self, fabric: CudaFabric) -> None:
         """Let go of the memory: nothing uses it any more."""
         if self.joined is not None:
