@@ -251,6 +251,12 @@ class Alone:
     def rest(self) -> None:
         self.said.append("rest")
 
+    def follow(self, what: str) -> None:
+        self.said.append("follow")
+
+    def enqueued(self, what: str) -> None:
+        self.said.append("enqueued")
+
     def gate(self) -> Any:
         """Nobody shares this GPU."""
         return lambda: None
@@ -288,9 +294,9 @@ def test_a_whole_call_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         y = embedding_posts.run(fabric, node.bags(0), node.layout, node.batches, plan, torch.empty(0))
         assert torch.equal(y, want)
         if number == 0:
-            assert set(fabric.said) == {"rest", "settle", "barrier", "posts over dma"}
+            assert set(fabric.said) == {"rest", "settle", "barrier", "follow", "posts over dma", "enqueued"}
             fabric.said.clear()
-    assert fabric.said == 2 * ["posts over dma"]
+    assert fabric.said == 2 * ["follow", "posts over dma", "enqueued"]
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ class Rank:
             proxy=SimpleNamespace(
                 address=self.ring.ctypes.data, head=torch.zeros(1, dtype=torch.int32), capacity=CAPACITY, signals=None
             ),
-            state=self.state, idle=torch.zeros_like(self.state), tickets=self.tickets, follow=lambda device: None,
+            state=self.state, idle=torch.zeros_like(self.state), tickets=self.tickets, follow=lambda fabric: None,
             memory=self._memory, finish=self._finish,
         )  # fmt: skip
         self.fabric: Any = object.__new__(CudaFabric)

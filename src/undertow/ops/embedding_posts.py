@@ -57,7 +57,7 @@ def run(
     posted = Posted(layout, tuple(batches), like.element_size())
     _check(plan, posted)
     posting = Posting.of(fabric, plan.lane)
-    posting.follow(fabric.device)
+    posting.follow(fabric)
     space, number = posting.memory(fabric, posted.nbytes)
     direct = reached(fabric, space)
     result: Result | None = None

@@ -291,7 +291,7 @@ class _Call:
         self.load()
 
         def call() -> None:
-            self.posting.follow(self.fabric.device)
+            self.posting.follow(self.fabric)
             work()
             self.posting.finish(self.fabric, self.meets)
 

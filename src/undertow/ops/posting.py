@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import InvalidArgument
+from ..fabric.base import WAITING
 from ..fabric.proxy import Proxy
 from ..plan.bags import aligned
 from ..plan.posts import PARCELS, SIGNALS
@@ -60,7 +61,6 @@ class Posting:
             self.idle = torch.zeros_like(self.state)  # for launches that only load
             self.tickets = torch.zeros(fabric.group.size * PARCELS + 1, dtype=torch.int32, device=fabric.device)
         fabric.settle()
-        self._last: torch.cuda.Stream | None = None
         self._name, self._largest = f"posts over {lane}", 0
 
     @staticmethod
@@ -87,17 +87,14 @@ class Posting:
             self.proxy.group.barrier()  # all know it before any post names it
         return space, number
 
-    def follow(self, device: torch.device) -> None:
+    @staticmethod
+    def follow(fabric: CudaFabric) -> None:
         """Calls on different streams come one after the other. When a graph is replayed is for its owner to order."""
-        if torch.cuda.is_current_stream_capturing():
-            return
-        here = torch.cuda.current_stream(device)
-        if self._last is not None and self._last != here:
-            here.wait_stream(self._last)
-        self._last = here
+        fabric.follow(WAITING)
 
     def finish(self, fabric: CudaFabric, meets: bool) -> None:
         """The end of a call. `meets`: every rank had something for every other one."""
+        fabric.enqueued(WAITING)
         if torch.cuda.is_current_stream_capturing():
             return  # it meets (`refuse_capture`)
         if not meets or not self.proxy.copies().is_own:
