@@ -43,7 +43,7 @@ def norm_of(kind: type[torch.nn.Module] | None, n: int, dtype: torch.dtype, plai
         return None
     made = kind(n, eps=1e-5, elementwise_affine=not plain).to(dtype).requires_grad_(False)
     for one in made.parameters():
-        one.copy_(values(1, n, dtype, 3)[0])
+        one.data = values(n, 2, dtype, 3)[:, 0]  # a column of another tensor
     return made
 
 

@@ -174,7 +174,7 @@ def _on_gpu(
     rows, n = y.shape
     block_m, block_n = tile or (rows, n)
     norm, residual = after.norm, after.residual
-    weight, shift = _vectors(norm)
+    weight, shift = (None if one is None else one.contiguous() for one in _vectors(norm))
     options = variant(n, block_n, table is not None)
     aligned = (buffer, y) if residual is None else (buffer, y, residual)
     kinds = {type(None): kernels.NO_NORM, torch.nn.RMSNorm: kernels.RMS, torch.nn.LayerNorm: kernels.LAYER}
