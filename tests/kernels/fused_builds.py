@@ -1,4 +1,4 @@
-"""Fused kernels compiled without a GPU, as the operators launch them: with TMA (sm_90), or plain (sm_80)."""
+"""Fused kernels compiled without a GPU, as the operators launch them: with TMA (sm_90, sm_100), or plain (sm_80)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from undertow.plan.plan import Plan
 
 STAGES = 4
 WATCH = {"abort": "*i32", "error": "*i32", "deadline_ns": "i64"}
-BLOCK_K = {"sm_90": 64, "sm_80": 32}
+BLOCK_K = {"sm_100": 64, "sm_90": 64, "sm_80": 32}
 
 
 def operands(
@@ -93,13 +93,13 @@ def gather(
 
 def brought(
     bulk: bool = True, tile: tuple[int, int] = (128, 256), transposed: bool = True, bias: bool = False,
-    width: int = 1024, ranks: int = 4, pull: bool = True, split: int = 0, in_step: bool = False,
+    width: int = 1024, ranks: int = 4, pull: bool = True, split: int = 0, in_step: bool = False, target: str = "sm_90",
 ) -> CompiledKernel:  # fmt: skip
-    types, constants, aligned = _gathering("sm_90", tile, transposed, False, pull, bulk, width, ranks)
+    types, constants, aligned = _gathering(target, tile, transposed, False, pull, bulk, width, ranks)
     types |= dict.fromkeys(("own", "multiplying", "early", "last", "spare", "rank"), "i32") | {"partial": "*fp32"}
     constants |= {"EVEN": True, "BIAS": bias, "ACTIVATION": 3 * bias, "SPLIT": split, "IN_STEP": in_step}
     aligned |= {"partial": 16}
-    return compile_kernel(fused_brought_kernel, types, constants, "sm_90", 8, aligned, num_stages=STAGES)
+    return compile_kernel(fused_brought_kernel, types, constants, target, 8, aligned, num_stages=STAGES)
 
 
 def exchange(
@@ -127,7 +127,7 @@ def few(
 ) -> CompiledKernel:  # fmt: skip
     """Few rows, summed by owners of columns."""
     plan = Plan("fused", "peer", ((0, 1),), tile=tile, owners="columns", ahead=ahead)
-    step = fused.owned_step(plan, target == "sm_90")
+    step = fused.owned_step(plan, target != "sm_80")
     factors, aligned = operands(target, tile, transposed, False, ("x",), "w", step)
     types = {
         **factors, **dict.fromkeys(("weights", "out", "bias", "parts"), "*bf16"),
@@ -141,7 +141,7 @@ def few(
     }  # fmt: skip
     aligned |= {"out": 16, "n": 16, "parts": 16}
     registers = fused.HALF_REGISTERS if ahead else None
-    stages = fused.owned_stages(plan, target == "sm_90")
+    stages = fused.owned_stages(plan, target != "sm_80")
     return compile_kernel(fused_columns_kernel, types, constants, target, 8, aligned, stages, registers)
 
 
@@ -158,7 +158,7 @@ def decode(
     }  # fmt: skip
     constants: dict[str, Any] = {
         "ROWS": tile[0], "BLOCK_N": tile[1], "BLOCK_K": fused.decode_step(tile), "TRANSPOSED": transposed, "SPLIT": 1,
-        "TURNS": False, "RANKS": ranks, "LANES": 128, "AT_ONCE": at_once, "EARLY": target == "sm_90", "BIAS": False,
+        "TURNS": False, "RANKS": ranks, "LANES": 128, "AT_ONCE": at_once, "EARLY": target != "sm_80", "BIAS": False,
         "ACTIVATION": 0, **changes,
     }  # fmt: skip
     aligned = dict.fromkeys(("x", "w", "out", "n", "inner"), 16)

@@ -24,7 +24,7 @@ from undertow.kernels import gemm
 STAGES, TILE = 4, (128, 256, 64)
 
 
-def compiled(bulk: bool, *, waits: bool = False, **changes: Any) -> CompiledKernel:
+def compiled(bulk: bool, *, waits: bool = False, target: str = "sm_90", **changes: Any) -> CompiledKernel:
     block_m, block_n, block_k = TILE
     parts = 2 if bulk else 4
     constants: dict[str, Any] = {
@@ -42,7 +42,7 @@ def compiled(bulk: bool, *, waits: bool = False, **changes: Any) -> CompiledKern
     if not waits:
         kernel = gemm.gemm_kernel
         constants |= {"SIGNAL": True, "DEFER": bulk}
-    return compile_kernel(kernel, types, constants, "sm_90", 8, {"out": 16}, num_stages=STAGES)
+    return compile_kernel(kernel, types, constants, target, 8, {"out": 16}, num_stages=STAGES)
 
 
 def plain(dtype: str, block: tuple[int, int, int], target: str, **changes: Any) -> CompiledKernel:
