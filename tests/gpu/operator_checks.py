@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -443,6 +444,41 @@ def matmuls_in_clusters_find_room(group: ut.Group) -> None:
                 for rank, part in enumerate(want.view(group.size, -1)):
                     part.fill_((turn % 3 + 1) * (rank + 1))
             assert torch.equal(y, want), (turn, name)
+
+
+@check
+def calls_of_several_kinds_on_two_streams(group: ut.Group) -> None:
+    """Half the ranks' GPUs come to one of two calls first, half to the other; each may hold all SMs until all come."""
+    rows, width = 256, 1024
+    x = torch.zeros(rows, width // 4, dtype=torch.bfloat16, device=group.device)
+    w = torch.ones(width // 4, width, dtype=torch.bfloat16, device=group.device)
+    x[:, 0] = group.rank + 1
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "sums": lambda: ut.matmul_all_reduce(x, w, group=group, strategy="fused:peer"),
+        "own sums": lambda: ut.matmul_reduce_scatter(x, w, group=group, strategy="fused:peer"),
+        "few sums": lambda: ut.matmul_all_reduce(x[:4], w, group=group, strategy="fused:peer"),
+        "serial sums": lambda: ut.matmul_all_reduce(x, w, group=group, strategy="serial:peer"),
+        "rows": lambda: ut.all_gather_matmul(x, w, group=group, strategy="fused:peer"),
+        "rows of a lane": lambda: ut.all_gather_matmul(x, w, group=group, strategy="signaled:peer"),
+    }
+    want = {name: call() for name, call in calls.items()}
+    for name, y in want.items():
+        parts = y.float().view(group.size if "rows" in name else 1, -1)
+        sums = range(1, group.size + 1) if "rows" in name else [sum(range(1, group.size + 1))]
+        assert parts.unique(dim=1).view(-1).tolist() == list(sums), name
+    streams = [torch.cuda.Stream(group.device) for _ in range(2)]
+    for number, (first, second) in enumerate(itertools.permutations(calls, 2)):
+        torch.cuda.synchronize()
+        with torch.cuda.stream(streams[(group.rank + number) % 2]):
+            torch.cuda._sleep(2_000_000)
+        found = []
+        for name, stream in zip((first, second), streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append((name, calls[name]()))
+        torch.cuda.synchronize()
+        group.check()
+        for name, y in found:
+            assert torch.equal(y, want[name]), (first, second, name)
 
 
 for _module in (chain_checks, few_row_checks, gradient_checks, token_checks, staged_checks, posted_checks):
