@@ -12,6 +12,7 @@ from ..plan.defaults import default_plan, tokens_plan
 from ..plan.plan import EMBEDDING, Plan, parse_strategy
 from .explain import Choice, Explanation, remember
 from .fused import unavailable
+from .overlap import one_by_one
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,11 @@ class Request:
             return
         lane = fabric.lane(plan.lane)  # before the guarded part: opening it is collective and slow
         with fabric.guarded_call((self.output, *self.others)):
-            self.run(plan, lane)
+            if plan.grain == "fused":  # a kernel, whose calls have an order of their own
+                self.run(plan, lane)
+                return
+            with one_by_one(fabric, lane):
+                self.run(plan, lane)
 
 
 def perform(request: Request, strategy: str, plan: Plan | None, program: Program | None = None) -> None:

@@ -27,7 +27,7 @@ from ..collective.carry import Carrier
 from ..errors import InvalidArgument
 from ..plan.bags import Layout
 from .bags import Bags
-from .overlap import half_way
+from .overlap import half_way, one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -97,7 +97,7 @@ def _gather(fabric: Fabric, lane_name: str, dy: torch.Tensor, layout: Layout, ba
     outs = [gathered[first : first + rows * width] for first, rows in zip(firsts, batches, strict=True)]
     leaving = dy.new_empty(dy.shape[0] * sum(layout.sent))  # one for all: a lane copies what lies evenly apart together
     pieces = list(torch.split(leaving, [dy.shape[0] * one for one in layout.sent]))
-    with fabric.guarded_call((gathered,)), half_way(fabric.group):
+    with fabric.guarded_call((gathered,)), half_way(fabric.group), one_by_one(fabric, lane):
         for piece, runs in zip(pieces, columns, strict=True):
             if piece.numel():
                 torch.cat([dy[:, first : first + dim] for first, dim in runs], 1, out=piece.view(dy.shape[0], -1))

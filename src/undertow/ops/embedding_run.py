@@ -14,7 +14,7 @@ from ..plan.bags import Layout, completed, slices
 from ..plan.plan import SLICES, Plan
 from ..plan.tiles import chunks
 from .bags import Bags, add_up, pool
-from .overlap import give_up, half_way, join, overlap
+from .overlap import give_up, half_way, join, one_by_one, overlap
 from .product import NoProduct, Product
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def run(
             embedding_peers.run_over_peers(fabric, lane, bags, layout, batches, plan, result, compute)
         return result.finish()  # of a poisoned place, should the call be aborted
     whole = like.new_empty(batches[fabric.group.rank], layout.room)
-    with fabric.guarded_call((whole,)):
+    with fabric.guarded_call((whole,)), one_by_one(fabric, lane):
         _run_over_lane(fabric, lane, bags, layout, batches, plan, whole, compute)
     return add_up(whole, layout) if layout.sums else whole
 

@@ -91,6 +91,15 @@ def give_up(group: Group, error: Exception) -> None:
         group.fail(UndertowError(reason=f"A call failed half-way: {type(error).__name__}: {error}."))
 
 
+@contextlib.contextmanager
+def one_by_one(fabric: Fabric, lane: Lane) -> Iterator[None]:
+    """Calls over a lane come one after the other, whatever streams they are on: they share its slots and its places,
+    and of two receivers on two streams both could take the first message."""
+    fabric.follow(f"lane {lane.name}")
+    yield
+    fabric.enqueued(f"lane {lane.name}")
+
+
 def compute_beside(fabric: Fabric, beside: Beside) -> None:
     """What is computed of rows that did not come is no result either, should the call be aborted."""
     beside.compute()

@@ -49,6 +49,7 @@ from .differentiable import name_of
 from .explain import Choice, Explanation, remember
 from .finish import Finish
 from .operands import check_dtype, dtype_name
+from .overlap import one_by_one
 from .product import Product
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class _Call:
         shape = f"M {problem.m}, N {problem.n}, {problem.dtype}"
         with on.call(OPERATOR, shape + way, f"{plan.name} {plan.digest}") as number:
             lane = on.fabric.lane(plan.lane)
-            with on.fabric.guarded_call((y,)):
+            with on.fabric.guarded_call((y,)), one_by_one(on.fabric, lane):
                 finish = Finish.of(None, "none", plan)
                 matmul_all_reduce.run_product(product, y, problem, plan, finish, on.fabric, lane)
             remember(Explanation(OPERATOR, shape, on.name, number, self.asked, self.choice))
