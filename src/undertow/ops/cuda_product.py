@@ -269,4 +269,5 @@ def as_factor(w: torch.Tensor) -> Factor:
 def has_tma(device: torch.device) -> bool:
     """Whether the kernels with TMA run there: GPUs of sm_120 have it, but not the shared memory for so many stages."""
     about = torch.cuda.get_device_properties(device)
-    return about.major >= _TMA_MAJOR and about.shared_memory_per_multiprocessor >= _TMA_SHARED
+    shared = getattr(about, "shared_memory_per_multiprocessor", _TMA_SHARED)  # not every torch tells it
+    return about.major >= _TMA_MAJOR and shared >= _TMA_SHARED
