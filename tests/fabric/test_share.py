@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 
 from undertow import errors
+from undertow.c3.concurrent import _Divided
 from undertow.fabric import green
-from undertow.fabric.share import bound, bounded_grids, on_threads
+from undertow.fabric.share import bound, bounded_grids, on_part, on_threads
+from undertow.plan.plan import Share
 
 
 def test_threads_are_limited_inside_and_restored() -> None:
@@ -142,8 +145,24 @@ def test_the_communicating_part_is_split_off(driver: Driver) -> None:
     computing, beside = green.divided(torch.device("cuda", 0), 100)
     second, first = green.halves(0, 32)
     assert (first.multiprocessors, second.multiprocessors) == (100, 32)
-    assert (computing, beside) == (first.stream, second.stream)
+    assert (computing, beside) == (first, second)
     assert driver.splits == 1
+
+
+def test_grids_fit_the_part_that_computes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs that wait for each other must all run at once, so they are told how many SMs the driver left them."""
+    fabric: Any = SimpleNamespace(
+        stream=lambda name, priority: None, device=torch.device("cuda", 0),
+        divide=lambda count: green.divided(torch.device("cuda", 0), count),
+    )  # fmt: skip
+    chosen: Any = SimpleNamespace(share=Share(multiprocessors=123))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    with _Divided(fabric, chosen).computing():
+        assert bound() == 116, "the other part was rounded up"
+        with on_part(120):
+            assert bound() == 116
+    assert bound() is None
 
 
 @pytest.mark.parametrize("count", [0, -1, 132, 500])

@@ -40,6 +40,7 @@ from ..errors import InvalidArgument, StrategyUnavailable
 from ..fabric import placement
 from ..fabric.placement import Placement
 from ..fabric.registry import as_group
+from ..fabric.share import on_part
 from ..plan.plan import Share
 from .spans import Spans
 from .strategies import Place, Strategy, given, strategy
@@ -332,7 +333,8 @@ class _Divided(_Streams):
         super().__init__(fabric, chosen)
         assert chosen.share.multiprocessors is not None
         self._device = fabric.device
-        self._compute, self._beside = fabric.divide(chosen.share.multiprocessors)
+        computing, beside = fabric.divide(chosen.share.multiprocessors)
+        self._compute, self._beside, self._room = computing.stream, beside.stream, computing.multiprocessors
         self._caller = torch.cuda.current_stream(fabric.device)
 
     def begin(self) -> None:
@@ -342,7 +344,7 @@ class _Divided(_Streams):
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        with torch.cuda.stream(self._compute):
+        with torch.cuda.stream(self._compute), on_part(self._room):
             yield
 
     def fork(self) -> None:

@@ -242,8 +242,9 @@ class CudaFabric(Fabric):
         """Whole cards are divided once, by `divide`: the caller is then on a stream of its part."""
         return bounded_grids(multiprocessors, self.device)
 
-    def divide(self, multiprocessors: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-        """Streams of two green contexts that share no SM: the first with so many SMs, the second with the others.
+    def divide(self, multiprocessors: int) -> tuple[green.Part, green.Part]:
+        """Two green contexts that share no SM, and their streams: the first with about so many SMs, the second with the
+        others.
 
         The second is split off and rounded up by the driver, in steps of 8 SMs on Hopper.
         """

@@ -42,15 +42,15 @@ class Part:
     stream: torch.cuda.Stream
 
 
-def divided(device: torch.device, multiprocessors: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Streams of a part of so many SMs for computing, and of the others for communicating.
+def divided(device: torch.device, multiprocessors: int) -> tuple[Part, Part]:
+    """A part of about so many SMs for computing, and the others for communicating.
 
     The others are split off: the driver rounds that part up, which may take a few SMs from a large computing part;
     rounding up the large one might leave the other nothing.
     """
     visible = int(torch.cuda.get_device_properties(device).multi_processor_count)
     beside, computing = halves(device.index, visible - multiprocessors)
-    return computing.stream, beside.stream
+    return computing, beside
 
 
 @cache

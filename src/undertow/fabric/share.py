@@ -86,6 +86,19 @@ def bounded_grids(count: int | None, device: torch.device) -> Iterator[None]:
         _bound.count = before
 
 
+@contextlib.contextmanager
+def on_part(count: int) -> Iterator[None]:
+    """On `count` SMs, to which the driver keeps what is enqueued inside. A grid whose CTAs wait for each other must
+    not be larger, so kernels that size their own ask `bound()` here, too.
+    """
+    before = bound()
+    _bound.count = count if before is None else min(count, before)
+    try:
+        yield
+    finally:
+        _bound.count = before
+
+
 def _check(count: int | None) -> None:
     if count is not None and count < 1:
         raise errors.InvalidArgument(argument="multiprocessors", was=count, must="at least 1, or None for all")
