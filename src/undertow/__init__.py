@@ -7,8 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import c3, nn
-    from .c3.concurrent import concurrent
+    from . import c3, collective, nn, sim
+    from .c3.together import concurrent
     from .errors import UndertowError
     from .fabric.group import Group
     from .fabric.launch import launch
@@ -35,6 +35,7 @@ __all__ = [
     "all_to_all_matmul",
     "as_group",
     "c3",
+    "collective",
     "concurrent",
     "embedding_all_to_all",
     "embedding_layout",
@@ -49,6 +50,7 @@ __all__ = [
     "replicated_matmul",
     "reserve",
     "shutdown",
+    "sim",
     "tune",
 ]
 
@@ -59,7 +61,7 @@ _HOMES = {
     "all_gather_matmul": ".ops.all_gather_matmul",
     "all_to_all_matmul": ".ops.all_to_all_matmul",
     "as_group": ".fabric.registry",
-    "concurrent": ".c3.concurrent",
+    "concurrent": ".c3.together",
     "embedding_all_to_all": ".ops.embedding_all_to_all",
     "embedding_layout": ".ops.embedding_all_to_all",
     "explain": ".ops.explain",
@@ -74,7 +76,7 @@ _HOMES = {
     "shutdown": ".fabric.registry",
     "tune": ".ops.tuning",
 }
-_ROOMS = ("c3", "nn")
+_ROOMS = ("c3", "collective", "nn", "sim")
 
 
 def __getattr__(name: str) -> Any:

@@ -16,9 +16,9 @@ import torch
 import undertow as ut
 from undertow import collective
 from undertow.c3.characterise import Bench, Scenario
-from undertow.c3.concurrent import Concurrent, place_of, run
 from undertow.c3.spans import spans_of
 from undertow.c3.strategies import strategy
+from undertow.c3.together import Concurrent, place_of, run
 from undertow.collective import copies
 from undertow.fabric import placement
 from undertow.fabric.placement import Placement

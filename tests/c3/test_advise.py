@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from undertow.c3 import knowledge as known
-from undertow.c3.advise import Advice, Side, advise, preferred
+from undertow.c3.advice import Advice, Side, advise, preferred
 from undertow.c3.characterise import RATIOS, Result, Scenario, Tables, Together, grid, label, mean_shares
 from undertow.c3.knowledge import Knowledge
 from undertow.c3.strategies import STRATEGIES, Place, given, strategy

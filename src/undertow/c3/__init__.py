@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..fabric.share import bound
-    from .advise import Advice, Side, advise
-    from .concurrent import Concurrent, Outcome, concurrent
+    from .advice import Advice, Side, advise
     from .strategies import STRATEGIES, Strategy, strategy
+    from .together import Concurrent, Outcome, concurrent
 
 _HOMES = {
-    "Advice": ".advise",
-    "Side": ".advise",
-    "advise": ".advise",
-    "Concurrent": ".concurrent",
-    "Outcome": ".concurrent",
-    "concurrent": ".concurrent",
+    "Advice": ".advice",
+    "Side": ".advice",
+    "advise": ".advice",
+    "Concurrent": ".together",
+    "Outcome": ".together",
+    "concurrent": ".together",
     "STRATEGIES": ".strategies",
     "Strategy": ".strategies",
     "strategy": ".strategies",

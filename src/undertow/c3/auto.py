@@ -23,11 +23,11 @@ import torch
 from ..errors import InvalidArgument, MismatchedCall
 from ..ops.explain import Candidate, Choice, Explanation, remember
 from ..plan.plan import Plan, Share
-from .advise import Advice, Question, Side, answer, key
-from .concurrent import Concurrent, Outcome, place_of, run
+from .advice import Advice, Question, Side, answer, key
 from .knowledge import load
 from .spans import Spans, spans_of
 from .strategies import Place, Strategy, default_lane, strategy
+from .together import Concurrent, Outcome, place_of, run
 
 if TYPE_CHECKING:
     from ..fabric.group import Group

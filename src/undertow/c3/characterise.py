@@ -32,9 +32,9 @@ from ..fabric import placement
 from ..fabric.placement import Placement
 from ..fabric.timer import compare
 from ..plan.metrics import share_of_ideal
-from .concurrent import place_of, run
 from .spans import Ends, spans_of
 from .strategies import Strategy, strategy
+from .together import place_of, run
 from .workloads import COMPUTATIONS, Computation, Exchange, computation, repeated
 
 if TYPE_CHECKING:

@@ -49,9 +49,9 @@ def run_c3(
     from ..report.c3 import judge, mean_table, picture, scenario_table, to_json
     from ..report.tables import show
 
-    for path in (out, plot):
+    for option, path in (("--out", out), ("--plot", plot)):
         if path is not None:
-            check_writable(path)
+            check_writable(path, option)
     where = resolve_device(device.value)
     chosen = default_ranks(device.value) if ranks is None else ranks
     usual = default_sizes(where)
@@ -84,7 +84,7 @@ def run_c3(
         real = [one for one in found if one.scenario.lane != "dma"]  # nothing is learnt from a link that is emulated
     kept = None
     if learn and real:
-        new = known.learn(real, source=f"learnt from {len(real)} scenarios")
+        new = known.learn(real, source=f"learnt from {len(real)} scenario{'s' if len(real) != 1 else ''}")
         before = known.load(where, chosen, new.model.multiprocessors)
         kept = known.save(known.merged(new, before), where, chosen)
     if as_json:
@@ -124,14 +124,16 @@ def advise_c3(
         float | None, typer.Option("--by-copies", min=0.0, help="Milliseconds of the collective over lane dma.")
     ] = None,
     memory: Annotated[float, typer.Option(min=0.0, max=1.0, help="How much memory bounds the computation.")] = 0.3,
-    nbytes: Annotated[int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes a rank sends.")] = 64 << 20,
+    nbytes: Annotated[
+        int, typer.Option("--size", parser=size, metavar="SIZE", show_default="64M", help="Bytes a rank sends.")
+    ] = 64 << 20,
     multiprocessors: Annotated[int, typer.Option(min=1, help="SMs (threads) of a rank.")] = 132,
-    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1)] = 4,
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Whose model: learnt with as many.")] = 4,
     device: Annotated[Device, typer.Option(help="Whose strategies.")] = Device.cuda,
     as_json: Annotated[bool, typer.Option("--json", help="For programs instead of people.")] = False,
 ) -> None:
     """The strategy for a computation beside a collective, from what was learnt here or what is assumed."""
-    from ..c3.advise import Side, advise
+    from ..c3.advice import Side, advise
     from ..c3.knowledge import load
     from ..c3.strategies import Place
 

@@ -31,7 +31,7 @@ DeviceOption = Annotated[Device, typer.Option(help="auto: the GPUs if there are 
 RanksOption = Annotated[int | None, typer.Option("--ranks", "-n", min=2, help="Unset: what suits this machine.")]
 
 
-def check_writable(path: Path) -> None:
+def check_writable(path: Path, option: str = "--out") -> None:
     """Refuse a file that cannot be written now, not after a minute of measuring. Only trying tells: root may all."""
     existed = path.exists()
     try:
@@ -39,6 +39,6 @@ def check_writable(path: Path) -> None:
         path.open("ab").close()
     except OSError as error:
         must = f"a file that can be written ({error.strerror})"
-        raise InvalidArgument(argument="--out", was=str(path), must=must) from error
+        raise InvalidArgument(argument=option, was=str(path), must=must) from error
     if not existed:
         path.unlink()

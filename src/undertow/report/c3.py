@@ -10,7 +10,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from ..c3.advise import Question, Side, answer, preferred
+from ..c3.advice import Question, Side, answer, preferred
 from ..c3.characterise import PUBLISHED, Result, mean_shares
 from ..c3.knowledge import Knowledge, halves, held_out
 from ..c3.strategies import Place

@@ -25,7 +25,7 @@ from .knowledge import Knowledge, assumed, load
 from .strategies import Place, Strategy, strategy
 
 if TYPE_CHECKING:
-    from .concurrent import AnyGroup
+    from .together import AnyGroup
 
 DMA_THRESHOLD = 32 << 20
 MEMORY_BOUND = 0.5
@@ -116,7 +116,7 @@ def advise(
     _check(compute, collective)
     if place is None:
         from ..fabric.registry import as_group
-        from .concurrent import place_of
+        from .together import place_of
 
         on = as_group(group)
         place = place_of(on)
