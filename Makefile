@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 SIDE_BY_SIDE := tests/plan tests/kernels tests/sim \
 	$(addprefix tests/fabric/test_,staged_lane.py staged_drain.py embedding_exchange.py) \
 	$(addprefix tests/collective/test_,algorithms.py checker.py foreign_edges.py format_round_trips.py hostile_files.py \
-	in_process.py msccl_conformance.py msccl_defects.py msccl_import.py mscclang.py \
+	first_mistakes.py in_process.py msccl_conformance.py msccl_defects.py msccl_import.py mscclang.py \
 	mscclang_places.py mscclang_scripts.py mscclpp_plans.py other_files.py random_programs.py tied.py)
 
 .PHONY: demo test nightly lint gpu-test gpu-bench bench wheel-check clean

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ProgramRefused
+from ..errors import InvalidArgument, ProgramRefused
 from . import checker_core as core
 from .language import INPUT, OUTPUT
 from .schedule import END, NEEDED, READY, START, Schedule
@@ -35,6 +35,9 @@ class Report:
 
 def check(schedule: Schedule) -> Report:
     """Raise `ProgramRefused` with place, reason and a trace of at most five steps, or say what was looked at."""
+    if not isinstance(schedule, Schedule):
+        must = "a schedule, as program.compile(ranks) gives one"
+        raise InvalidArgument(argument="schedule", was=repr(schedule), must=must)
     _check_bounds(schedule)
     iterations = schedule.depth + 1 if schedule.loops else 1
     order = np.full(len(schedule.instructions) * iterations, -1, np.int32)

@@ -25,6 +25,8 @@ from .synchronise import find_waits
 TARGETS = ("direct", "staged")
 SLOTS = 2
 DEPTH = 2
+MOST = 1 << 16
+"""Instances, workers, slots and iterations under way: more would fit into no schedule."""
 _WINDOW_BYTES = 64 << 20
 _OF_START, _OF_PACKETS, _SORTS = 1, 2, 3  # sorts of semaphores
 
@@ -55,8 +57,8 @@ def compile_trace(
         raise InvalidArgument(argument="target", was=repr(target), must=f"one of {', '.join(TARGETS)}")
     counts = {"instances": instances, "workers": 1 if workers is None else workers, "slots": slots, "depth": depth}
     for name, value in counts.items():
-        if value < 1:
-            raise InvalidArgument(argument=name, was=value, must="at least 1")
+        if not isinstance(value, int | np.integer) or not 1 <= value <= MOST:
+            raise InvalidArgument(argument=name, was=repr(value), must=f"a whole number from 1 to {MOST}")
     if packets and target != "staged":
         raise InvalidArgument(argument="packets", was=True, must="False for a direct target: nothing is staged there")
     if publish and (packets or target != "staged"):

@@ -263,6 +263,12 @@ def custom(
 
     All chunks of all ranks are equally long: the one span of a call is the length of a chunk.
     """
+    if not inputs or len(inputs) != len(outputs) or min(*inputs, *outputs) < 0:
+        was, must = (
+            f"{list(inputs)}, and outputs {list(outputs)}",
+            "a count of chunks for every rank, both of as many ranks",
+        )
+        raise InvalidArgument(argument="inputs", was=was, must=must)
     first = np.concatenate([[0], np.cumsum(inputs)])
     first_output = np.concatenate([[0], np.cumsum(outputs)])
     wanted = np.full(int(first_output[-1]), -1)

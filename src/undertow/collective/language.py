@@ -22,8 +22,8 @@ import struct
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -45,6 +45,7 @@ COLUMNS = (
 ANY_LANE, LANES = -1, ("net", "peer", "dma")
 _pack = struct.Struct(f"{len(COLUMNS)}i").pack
 MOST_OPERATIONS = 1 << 24  # of a program, and chunks of a contract: beyond them memory ends before patience does
+_MOST_WAYS = 1 << 16
 _MOST_BYTES = 4 * len(COLUMNS) * MOST_OPERATIONS
 _SHARDED = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")  # chunks are those of a shard
 
@@ -67,12 +68,16 @@ class Ref:
         `channel` asks for a worker of its own (equal numbers share one), `lane` for who moves the bytes.
         """
         if not isinstance(to, Ref):
-            to = self._trace.rank(operator.index(to)).at(self.buffer)[self.start : self.start + self.count]
+            if not hasattr(to, "__index__"):
+                self._trace.refuse(f"{self} goes to {to!r}, which is neither chunks nor a rank", sys._getframe(1))
+            to = self._trace.rank(to).at(self.buffer)[self.start : self.start + self.count]
         self._trace.record(COPY, self, to, channel, lane, sys._getframe(1))
         return to
 
     def reduce(self, other: Ref, *, channel: int = -1, lane: str | None = None) -> Ref:
         """self += other, chunk by chunk, in place; self."""
+        if not isinstance(other, Ref):
+            self._trace.refuse(f"{other!r} is to be added to {self}, but is no chunk", sys._getframe(1))
         self._trace.record(REDUCE, other, self, channel, lane, sys._getframe(1))
         return self
 
@@ -90,6 +95,9 @@ class Ref:
             self._trace.refuse(f"{self} has no chunks {start} to {start + count - 1}", sys._getframe(1))
         return Ref(self._trace, self.rank, self.buffer, self.start + start, count)
 
+    def __iter__(self) -> Iterator[Ref]:
+        return (self[one] for one in range(self.count))
+
     def __repr__(self) -> str:
         return self._trace.describe(self.rank, self.buffer, self.start, self.count)
 
@@ -101,8 +109,16 @@ def _range(index: int | slice, size: int | None) -> tuple[int, int]:
         stop = index.stop if index.stop is not None else size
         if stop is None or index.step not in (None, 1):
             raise InvalidArgument(argument="chunks", was=index, must="a range with an end and without a step")
-        return start, stop - start
-    return index, 1
+        return _whole("chunks", start), _whole("chunks", stop) - _whole("chunks", start)
+    return _whole("chunks", index), 1
+
+
+def _whole(argument: str, value: Any) -> int:
+    """As a Python integer; numpy's count."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidArgument(argument=argument, was=repr(value), must="a whole number") from None
 
 
 class Buffer:
@@ -116,11 +132,16 @@ class Buffer:
     def __getitem__(self, index: int | slice) -> Ref:
         start, count = (index, 1) if type(index) is int else _range(index, self._size)
         size = self._size
-        if start < 0 or count < 1 or (size is not None and start + count > size):
+        if start < 0 or count < 1 or start + count > (MOST_OPERATIONS if size is None else size):
             what = self._trace.describe(self._rank, self._number, start, count)
-            limits = "it must be a non-empty range" if size is None else f"there are chunks 0 to {size - 1}"
+            limits = f"it must be a non-empty range below {MOST_OPERATIONS}"
+            if size is not None:
+                limits = f"there are chunks 0 to {size - 1}"
             self._trace.refuse(f"{what} is out of bounds: {limits}", sys._getframe(1))
         return Ref(self._trace, self._rank, self._number, start, count)
+
+    def __iter__(self) -> Iterator[Ref]:
+        return (self[one] for one in range(len(self)))
 
     def __len__(self) -> int:
         """Chunks of an input or output; of a scratch buffer, as many as were named so far."""
@@ -168,19 +189,22 @@ class Trace:
         self._views = [RankView(self, rank) for rank in range(self.ranks)]
 
     def rank(self, number: int) -> RankView:
+        if type(number) is not int:
+            number = _whole("rank", number)
         if not 0 <= number < self.ranks:
             self.refuse(f"rank {number} does not exist: there are ranks 0 to {self.ranks - 1}", sys._getframe(1))
         return self._views[number]
 
     def others(self, rank: int) -> list[int]:
         """All ranks but this one, starting with the next, so that no receiver is everybody's first."""
+        rank = self.rank(rank).number
         return [(rank + step) % self.ranks for step in range(1, self.ranks)]
 
     @contextlib.contextmanager
     def parallel(self, ways: int) -> Iterator[None]:
         """What is moved inside goes in `ways` equal pieces by as many workers."""
-        if ways < 1:
-            raise InvalidArgument(argument="ways", was=ways, must="at least 1")
+        if not 1 <= _whole("ways", ways) <= _MOST_WAYS:
+            raise InvalidArgument(argument="ways", was=ways, must=f"from 1 to {_MOST_WAYS}")
         before, self._parallel = self._parallel, self._parallel * ways
         try:
             yield
@@ -189,7 +213,7 @@ class Trace:
 
     def tile_ready(self, ref: Ref, parcel: int) -> Ref:
         """`ref`, of an input, holds its data once a kernel has signalled `parcel`; before that nobody may read it."""
-        if ref.buffer != INPUT:
+        if not isinstance(ref, Ref) or ref.buffer != INPUT:
             self.refuse(f"{ref} cannot become ready: only an input can", sys._getframe(1))
         self.record(READY, Ref(self, ref.rank, ref.buffer, parcel, ref.count), ref, -1, None, sys._getframe(1))
         return ref
@@ -229,10 +253,14 @@ class Trace:
             self.codes.append(code)
         if lane is not None and lane not in LANES:
             raise InvalidArgument(argument="lane", was=repr(lane), must=f"one of {', '.join(LANES)}")
-        self._rows += _pack(
-            kind, source.rank, source.buffer, source.start, to.rank, to.buffer, to.start, count, number,
-            frame.f_lineno, channel, self._parallel, ANY_LANE if lane is None else LANES.index(lane),
-        )  # fmt: skip
+        try:
+            self._rows += _pack(
+                kind, source.rank, source.buffer, source.start, to.rank, to.buffer, to.start, count, number,
+                frame.f_lineno, channel, self._parallel, ANY_LANE if lane is None else LANES.index(lane),
+            )  # fmt: skip
+        except struct.error:
+            numbers = f"channel {channel!r}, or parcel or tile {source.start!r}"
+            self.refuse(f"{numbers}, is no whole number below 2^31", frame)
 
     def rows(self) -> NDArray[np.int32]:
         """One row an operation, in program order; columns as `COLUMNS`. A view: look at it once all is recorded."""
@@ -265,7 +293,10 @@ class Trace:
         chunks = f"{start}" if count == 1 else f"{start}:{start + count}"
         return f"{self.buffers[buffer]}[{chunks}] of rank {rank}"
 
-    def refuse(self, reason: str, frame: FrameType) -> None:
+    def refuse(self, reason: str, frame: FrameType) -> NoReturn:
+        """At the line of the program, be it that this file was called by itself on the way."""
+        while frame.f_code.co_filename == __file__ and frame.f_back is not None:
+            frame = frame.f_back
         where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         raise ProgramRefused(program=self.name, where=where, reason=reason, trace="")
 
@@ -304,6 +335,8 @@ class Program:
             return self._collective
         make = BUILT_IN[self._collective] if isinstance(self._collective, str) else self._collective
         chunks = self._chunks(ranks) if callable(self._chunks) else self._chunks
+        if _whole("chunks", chunks) < 1:
+            raise InvalidArgument(argument="chunks", was=chunks, must=f"at least 1, also for {ranks} ranks")
         held = ranks * chunks * (ranks if self._collective in _SHARDED else 1)
         if held > MOST_OPERATIONS:  # before arrays of that length are made
             must = (
@@ -345,7 +378,7 @@ class Program:
         of every output. A program that says so itself needs neither.
         """
         count = ranks if ranks is not None else self.ranks if self.ranks is not None else topology and topology.ranks
-        if not count or count < 1:
+        if not count or _whole("ranks", count) < 1:
             raise InvalidArgument(argument="ranks", was=ranks, must=f"at least 1 for program {self.name}")
         if topology is not None and topology.ranks != count:
             raise InvalidArgument(argument="topology", was=f"of {topology.ranks} ranks", must=f"of {count} ranks")
@@ -385,9 +418,13 @@ def program(
     only number of ranks it works for; None for any. `chunks`: of a buffer (all_reduce, broadcast, ...) or of a shard
     (all_gather, reduce_scatter, all_to_all, ...), a number or a function of the number of ranks.
     """
-    if isinstance(collective, str) and collective not in BUILT_IN:
+    named = isinstance(collective, str) and collective in BUILT_IN
+    if not named and not isinstance(collective, Contract) and (isinstance(collective, str) or not callable(collective)):
         must = f"one of {', '.join(BUILT_IN)}, or a contract"
         raise InvalidArgument(argument="collective", was=repr(collective), must=must)
+    if isinstance(collective, FunctionType) and collective.__code__.co_argcount == 1:
+        was, must = f"function {collective.__name__}", "the name of what it does: @program('all_reduce') above it"
+        raise InvalidArgument(argument="collective", was=was, must=must)
 
     def decorate(function: Callable[[Trace], None]) -> Program:
         return Program(function, collective, ranks, chunks)
