@@ -118,6 +118,14 @@ def test_misuse_exits_2(arguments: tuple[str, ...], environment: dict[str, str])
     assert "Traceback" not in done.stderr
 
 
+def test_a_full_disk_is_one_sentence(environment: dict[str, str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, "sim", "list"], env=environment, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (1, "Nothing more can be written: no space left on device.\n")
+
+
 # -- doctor ----------------------------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,11 @@ from typer.testing import CliRunner
 import undertow
 from undertow.cli import app
 from undertow.cli.collective import size
+from undertow.collective import LIBRARY
+from undertow.report.collective_tune import candidates
 
 SOURCE = Path(undertow.__file__).parents[1]
+HUGE = 10**20
 GOOD = """
     from undertow.collective import custom, program
     from undertow.collective.algorithms import ring
@@ -150,6 +153,12 @@ def test_a_file_that_fails_by_itself_is_misuse(name: str) -> None:
         (("check", "ring"), "--ranks"),
         (("check", "ring", "-n", 0), "--ranks"),
         (("run", "ring", "-n", 2, "--bytes", "many"), "--bytes"),
+        (("run", "ring", "-n", 2, "--bytes", HUGE), "more than 1048576G"),
+        *(
+            (("check", "ring", "-n", 2, f"--{one}", HUGE), "65536")
+            for one in ("slots", "depth", "workers", "instances")
+        ),
+        (("bench", "ring", "-n", 2, "--iterations", HUGE), "1000000"),
         (("bench", "ring", "-n", 2, "--dtype", "float7"), "--dtype"),
         ((), "Usage"),
     ],
@@ -162,7 +171,7 @@ def test_misuse(arguments: tuple[object, ...], expected: str) -> None:
 @pytest.mark.parametrize("arguments", [("run", "ring"), ("bench", "ring")])
 def test_a_gpu_is_refused_in_one_sentence(arguments: tuple[str, ...]) -> None:
     _, complaints = call(*arguments, "-n", 2, "--device", "cuda", code=1)
-    assert complaints == "--device is cuda, but must be cpu: collective programs do not run on GPUs yet.\n"
+    assert complaints.startswith("--device is cuda, but must be cpu: this command starts CPU ranks; ")
 
 
 # -- compile -----------------------------------------------------------------------------------------------------------
@@ -229,6 +238,30 @@ def test_run_does_not_start_what_is_refused() -> None:
     said, complaints = call("run", "wrong.py:forgets", "-n", 2, code=1)
     assert said.count("does not hold what it must") == 4
     assert complaints == "4 of 4 are refused or wrong.\n"
+
+
+@pytest.mark.parametrize("command", ["check", "compile", "show", "run", "bench"])
+def test_too_many_ranks_are_refused_before_anything_is_made(command: str) -> None:
+    assert call(command, "ring", "-n", HUGE, code=1)[1] == f"--ranks is {HUGE}, but must be at most 16777216.\n"
+
+
+def test_calls_larger_than_memory_are_refused() -> None:
+    for arguments in (
+        ("run", "ring", "-n", 2, "--bytes", "900000G"),
+        ("bench", "ring", "-n", 2, "--max-bytes", "900000G"),
+    ):
+        complaints = call(*arguments, code=1)[1]
+        assert "for which 2 ranks need about" in complaints
+        assert complaints.count("\n") == 1
+
+
+def test_tune_says_what_is_left_out_and_what_cannot_be() -> None:
+    assert call("tune", "all_reduce", "-n", HUGE, code=1)[1].startswith(f"--ranks is {HUGE}, but must be so few")
+    refused: list[str] = []
+    own = [LIBRARY["all_gather_ring"], LIBRARY["ring"]]
+    found = [one.program for one in candidates("all_reduce", 2, own, refused.append)]
+    assert refused == ["all_gather_ring is left out: program is for all_gather, but must be for all_reduce."]
+    assert found.count(LIBRARY["ring"]) == 3  # once for each length of tiles
 
 
 def rows_of(said: str) -> list[list[str]]:

@@ -12,6 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from undertow.cli import app
+from undertow.fabric import launch as launching
+from undertow.ops.explain import Choice, Explanation
+from undertow.plan.plan import Plan
 
 SHAPE = ("--m", "64", "--n", "48", "--k", "32")
 
@@ -100,3 +103,12 @@ def test_misuse_exits_2(arguments: tuple[str, ...], folder: Path) -> None:
 def test_a_refusal_is_one_sentence(folder: Path) -> None:
     done = call("tune", "matmul_all_reduce", *SHAPE, "--device", "cuda", folder=folder, code=1)
     assert done.stderr == "Cannot launch: device is 'cuda', but torch finds no GPU on this machine.\n"
+
+
+def test_a_plan_that_cannot_be_kept_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launch is left out: what ranks bring home when nothing was written."""
+    plan = Plan("serial", "peer", ((0, 64),))
+    found = Explanation("matmul_all_reduce", "x [64, 32]", "0", 1, "auto", Choice(plan, "Because."))
+    monkeypatch.setattr(launching, "launch", lambda *arguments, **options: [found])
+    said = call("tune", "matmul_all_reduce", *SHAPE, "--ranks", "2", folder=folder, code=1)
+    assert said.stderr == f"The plan is not kept: nothing could be written to {folder / 'plans'}.\n"

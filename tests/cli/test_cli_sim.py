@@ -94,6 +94,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         (("dlrm", "--lane", "air"), "--lane is 'air'"),
         (("ring", "--machine", "h100-pod", "--sweep", "nodes=8192"), "ranks is 65536, but must be so few"),
         (("ring", "--tile", "0"), "tile is 0"),
+        (("ring", "--timeline", "/proc/no/file"), "--timeline is /proc/no/file"),
+        (("dlrm", "--chakra", "/proc/no/step"), "--chakra is /proc/no/step.0.et"),
+        (("ring", "--tile", "64", "--size", "2M", "--timeline", str(tmp_path / "t")), "a larger --tile"),
     ):
         said = call(*arguments, code=1)
         assert sentence in said

@@ -6,6 +6,7 @@ here imports torch at the top of a file, so that asking for help costs no second
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -46,6 +47,11 @@ class _Commands(TyperGroup):
             raise typer.Exit(MISUSED) from None
         except UndertowError as error:
             typer.echo(str(error), err=True)
+            raise typer.Exit(REFUSED) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            typer.echo(f"Nothing more can be written: {str(error.strerror).lower()}.", err=True)
             raise typer.Exit(REFUSED) from None
         except _Terminated:
             raise typer.Exit(TERMINATED) from None
@@ -98,6 +104,8 @@ def _options(
 
 def main() -> None:
     """The entry point of the `undertow` script."""
+    if sys.stdout is None:  # closed by whoever started this: what is said to nobody is lost, and no error
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         app(prog_name="undertow")
     except KeyboardInterrupt:  # before or after the command itself

@@ -58,7 +58,8 @@ def embedding_all_to_all(
         typer.echo(f"Alone: {alone}.")
         best = max((row for row in one.rows if row.speedup is not None), key=lambda row: row.speedup.median)  # type: ignore[union-attr]
         reduction = 1 - 1 / best.speedup.median  # type: ignore[union-attr]
-        typer.echo(f"{best.name} takes {reduction:.0%} less time than serial over the same link.")
+        less = "less" if reduction >= 0 else "more"
+        typer.echo(f"{best.name} takes {abs(reduction):.0%} {less} time than serial over the same link.")
     for label, words in found[0].links.items():
         typer.echo(f"{label}: {words}.")
     if out is not None:

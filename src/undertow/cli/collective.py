@@ -12,6 +12,8 @@ from .collective_targets import Form, check_ranks, compiled, foreign_text, verdi
 from .options import Device, check_writable
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_MOST_BYTES = 1 << 50
+_MOST = 1 << 16  # as collective.compiler has it, which must not be loaded for a look at the options
 
 
 def size(text: str | int) -> int:
@@ -21,7 +23,10 @@ def size(text: str | int) -> int:
     unit = said.removeprefix(digits)
     if not digits.isascii() or not digits.isdigit() or unit not in _UNITS:
         raise typer.BadParameter(f"{text!r} is no size; write 4096, 64K, 16M or 1G.")
-    return int(digits) * _UNITS[unit]
+    nbytes = int(digits) * _UNITS[unit]
+    if nbytes > _MOST_BYTES:
+        raise typer.BadParameter(f"{text!r} is more than {_MOST_BYTES >> 30}G, the largest size.")
+    return nbytes
 
 
 class Target(StrEnum):
@@ -107,21 +112,27 @@ SlotsOption = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=_MOST,
         help="Messages that a staged connection may hold. Unset: 2, or as a file's protocol.",
         rich_help_panel=_COMPILING,
     ),
 ]
 DepthOption = Annotated[
-    int, typer.Option(min=1, help="Iterations under way before scratch is used again.", rich_help_panel=_COMPILING)
+    int,
+    typer.Option(
+        min=1, max=_MOST, help="Iterations under way before scratch is used again.", rich_help_panel=_COMPILING
+    ),
 ]
 WorkersOption = Annotated[
-    int | None, typer.Option(min=1, help="Of a rank. Unset: as the program asks.", rich_help_panel=_COMPILING)
+    int | None,
+    typer.Option(min=1, max=_MOST, help="Of a rank. Unset: as the program asks.", rich_help_panel=_COMPILING),
 ]
 InstancesOption = Annotated[
-    int, typer.Option(min=1, help="Of the program, each on its part of every chunk.", rich_help_panel=_COMPILING)
+    int,
+    typer.Option(min=1, max=_MOST, help="Of the program, each on its part of every chunk.", rich_help_panel=_COMPILING),
 ]
 TypeOption = Annotated[Type, typer.Option(help="Type of the elements.")]
-CpuOption = Annotated[Device, typer.Option(help="Only the CPU so far.")]
+CpuOption = Annotated[Device, typer.Option(help="These commands start CPU ranks only.")]
 
 app = typer.Typer(
     help="Check, compile, show, run and time collective programs and schedule files.", no_args_is_help=True
@@ -283,7 +294,9 @@ def bench(
     factor: Annotated[int, typer.Option(min=2, help="From one size to the next.")] = 4,
     dtype: TypeOption = Type.float32,
     op: Annotated[Reduction, typer.Option(help="Of collectives that reduce.")] = Reduction.sum,
-    iterations: Annotated[int, typer.Option(min=0, help="Calls that are timed together. 0: by size.")] = 0,
+    iterations: Annotated[
+        int, typer.Option(min=0, max=1_000_000, help="Calls that are timed together. 0: by size.")
+    ] = 0,
     against: Annotated[Rival | None, typer.Option(help="Measure this too, in turns.")] = None,
     device: CpuOption = Device.cpu,
     in_place: FormOption = None,

@@ -17,13 +17,14 @@ def demo(
     results: Annotated[Path | None, typer.Option(help="The table as JSON, for `undertow report`.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds, smaller matrices.")] = False,
 ) -> None:
-    """Run matmul_all_reduce through every strategy, check each result exactly, and time them side by side."""
+    """Run matmul_all_reduce serial, chunked and signaled over every lane, check results exactly, time them in turns."""
     from ..fabric.local_ranks import default_ranks
     from ..report.demo import demonstrate, render, to_json
     from ..report.tables import show
 
-    for path in filter(None, (out, results)):
-        check_writable(path)
+    check_writable(out)
+    if results is not None:
+        check_writable(results, "--results")
     chosen = default_ranks(device.value) if ranks is None else ranks
     found = demonstrate(chosen, device.value, quick=quick, progress=True)
     if found.wrong:

@@ -88,8 +88,19 @@ def tune_plan(
 
     chosen = default_ranks(device.value) if ranks is None else ranks
     arguments = (operator.value, m, n, k, dtype.value, seconds, experts)
+    before = _written()
     found = launch(tune_rank, chosen, device.value, args=arguments)[0]
     show(render_choice(found, f"{operator.value}, {found.shape}, {chosen} ranks"))
     for line in str(found.choice).splitlines():
         typer.echo(line)
+    if _written() == before:
+        typer.echo(f"The plan is not kept: nothing could be written to {cache.folder()}.", err=True)
+        raise typer.Exit(1)
     typer.echo(f"The plan is kept in {cache.folder()}.")
+
+
+def _written() -> set[tuple[str, int]]:
+    """The plans on disk, and when each was written."""
+    from ..plan import cache
+
+    return {(path.name, path.stat().st_mtime_ns) for path, _ in cache.show()}

@@ -29,7 +29,8 @@ def sim(
     ] = "net",
     sweep: Annotated[str, typer.Option(help="nodes=8..1024 (doubling) or nodes=1,2,5. Unset: as the machine is.")] = "",
     nbytes: Annotated[
-        int, typer.Option("--size", parser=size, metavar="SIZE", help="Bytes of a collective, such as 64M.")
+        int,
+        typer.Option("--size", parser=size, metavar="SIZE", show_default="64M", help="Bytes of a collective."),
     ] = 64 << 20,
     tile: Annotated[
         int | None, typer.Option(parser=size, metavar="SIZE", help="Bytes of a chunk that move at a time. Unset: all.")
@@ -69,7 +70,9 @@ def sim(
     scales = [cluster.shape.nodes] if not sweep else nodes_of(sweep)
     chosen = find(target, nbytes, tile)
     if timeline is not None:
-        check_writable(timeline)
+        check_writable(timeline, "--timeline")
+    if chakra:
+        check_writable(Path(f"{chakra}.0.et"), "--chakra")
     lines: list[Line] = []
     best: tuple[float, str, Answer] | None = None  # of the largest scale that runs
     here: tuple[float, str, Answer] | None
@@ -118,7 +121,6 @@ def sim(
         if best[2].outcome is None:
             raise InvalidArgument(argument="--chakra", was=repr(chakra), must="unset for a program: it has no step")
         path = Path(f"{chakra}.0.et")
-        check_writable(path)
         chakra_files.write(path, chakra_files.from_outcome(best[2].outcome, at))
         typer.echo(f"The trace is {path}.", err=as_json)
 

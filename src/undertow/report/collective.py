@@ -15,7 +15,7 @@ import numpy as np
 
 from ..collective.algorithms import LIBRARY, OUT_OF_PLACE_ONLY
 from ..collective.compiler import DEPTH, SLOTS, TARGETS, compile_trace
-from ..collective.language import COLUMNS, REDUCE, Program, Trace
+from ..collective.language import COLUMNS, MOST_OPERATIONS, REDUCE, Program, Trace
 from ..collective.loading import trace
 from ..collective.schedule import END, MOVE, READY, START, Schedule
 from ..collective.topology import Topology
@@ -42,6 +42,8 @@ class Request:
     instances: int = 1
 
     def __post_init__(self) -> None:
+        if self.ranks > MOST_OPERATIONS:  # before anything of that length is made
+            raise InvalidArgument(argument="--ranks", was=self.ranks, must=f"at most {MOST_OPERATIONS}")
         if self.ranks % self.nodes:
             raise InvalidArgument(argument="--nodes", was=self.nodes, must=f"a divisor of the {self.ranks} ranks")
 

@@ -40,7 +40,7 @@ from ..fabric.registry import init
 from ..fabric.timer import WallClock, compare
 from .collective import Request, ranks_in_words
 from .collective_files import chosen_forms
-from .collective_runs import make_trial, sendable
+from .collective_runs import check_memory, make_trial, sendable
 from .progress import progress_bar
 
 if TYPE_CHECKING:
@@ -172,8 +172,8 @@ def entry_for_call(collective: str, request: Request) -> Entry:
 
 def bench(entries: Sequence[Entry], sweep: Sweep, progress: bool = False) -> list[list[Row]]:
     """The rows of every entry."""
-    sweep.sizes()  # refuses before anything is started
     ranks = entries[0].contract.ranks
+    check_memory("--max-bytes", sweep.sizes()[-1], ranks)  # refuses before anything is started
     cores = sorted(os.sched_getaffinity(0))
     found: list[list[list[Row]]] = launch(bench_rank, ranks, "cpu", args=(list(entries), sweep, cores, progress))
     return found[0]

@@ -136,9 +136,7 @@ def terminal(shown: Flow, columns: int = 80, coloured: bool = False) -> Iterator
     for name, found in rows:
         yield f"{name:<{width}} " + "".join(_painted(one, shown.chunks) if coloured else one.symbol for one in found)
     across = max(1, -(-shown.steps // columns))
-    said = (
-        "each letter is the chunk that is moved most" if across > 1 or shown.ranks > MOST_ROWS else "letters are chunks"
-    )
+    said = "each sign is the chunk that is moved most" if across > 1 or shown.ranks > MOST_ROWS else "signs are chunks"
     yield f"{'':<{width}} {said}; one column is {across} step{'s' if across > 1 else ''}"
 
 

@@ -20,11 +20,14 @@ from ..errors import InvalidArgument
 from ..fabric.group import Group
 from ..fabric.launch import launch
 from ..fabric.registry import init
+from ..fabric.segment import available_memory, human
 from ..fabric.symmetric import SymmetricBuffer
 from .collective import form_in_words, ranks_in_words
 
 if TYPE_CHECKING:
     from ..fabric.cpu import CpuFabric
+
+_COPIES = 4  # of the longest buffer, on each rank: input, output, what must come out, scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,19 @@ class Outcome:
 
 
 def check_device(device: str) -> None:
-    """Refuse what has no runtime yet."""
+    """Refuse ranks that these commands do not start."""
     if device == "cuda":
-        raise InvalidArgument(argument="--device", was=device, must="cpu: collective programs do not run on GPUs yet")
+        must = "cpu: this command starts CPU ranks; in a script of GPU ranks undertow.collective runs programs"
+        raise InvalidArgument(argument="--device", was=device, must=must)
+
+
+def check_memory(option: str, nbytes: int, ranks: int) -> None:
+    """Refuse sizes whose input, output, and copies to compare with are more than this machine has."""
+    available = available_memory()
+    needed = _COPIES * ranks * nbytes
+    if needed > available:
+        was = f"{nbytes} bytes, for which {ranks_in_words(ranks)} need about {human(needed)}"
+        raise InvalidArgument(argument=option, was=was, must=f"less: {human(available)} is available")
 
 
 def sendable(schedule: Schedule) -> Schedule:
@@ -68,6 +81,7 @@ def run_once(schedules: Sequence[Schedule], nbytes: int, dtype: str) -> list[Out
     if not schedules:
         return []
     plain = [sendable(one) for one in schedules]
+    check_memory("--bytes", nbytes, plain[0].ranks)
     found: list[list[Outcome]] = launch(run_rank, plain[0].ranks, "cpu", args=(plain, nbytes, dtype))
     outcomes = []
     for each in zip(*found, strict=True):

@@ -52,11 +52,13 @@ def tune(
     if collective not in CALL_FORMS:
         raise InvalidArgument(argument="collective", was=repr(collective), must=f"one of {', '.join(CALL_FORMS)}")
     refused: list[str] = []
-    candidates = list(_candidates(collective, ranks, own, refused.append))
-    rows = bench([one.entry for one in candidates], sweep, progress)
+    measured = list(candidates(collective, ranks, own, refused.append))
+    if not measured:
+        raise InvalidArgument(argument="--ranks", was=ranks, must="so few that a program of the library takes them")
+    rows = bench([one.entry for one in measured], sweep, progress)
     found = []
     for step, nbytes in enumerate(sweep.sizes()):
-        times = {one: rows[at][step] for at, one in enumerate(candidates)}
+        times = {one: rows[at][step] for at, one in enumerate(measured)}
         right = {one: row for one, row in times.items() if all(cell.wrong == 0 for cell in row.cells.values())}
         seconds = {one: row.cells[UNDERTOW, collective in IN_PLACE].seconds for one, row in right.items()}
         best = min(seconds, key=lambda one: seconds[one])
@@ -90,14 +92,16 @@ def keep(collective: str, ranks: int, found: Sequence[Found]) -> str:
     return str(tables.store("cpu", ranks, {collective: rows_of(collective, ranks, found)}))
 
 
-def _candidates(
+def candidates(
     collective: str, ranks: int, own: Sequence[Program], refuse: Callable[[str], None]
 ) -> Iterator[Candidate]:
-    for program in (*(one for one in LIBRARY.values() if one.collective == collective), *own):
+    """The library's and the user's `own`; `refuse` is told a sentence for each of those that cannot be one."""
+    asked = [one for one in own if not _is_library(one) or one.collective != collective]  # the library's come anyway
+    for program in (*(one for one in LIBRARY.values() if one.collective == collective), *asked):
         try:
             entry = _entry(program, collective, ranks)
         except (ProgramRefused, InvalidArgument) as error:
-            if not _is_library(program):
+            if program in asked:
                 refuse(f"{program.name} is left out: {error}")
             continue
         for stride in STRIDES:

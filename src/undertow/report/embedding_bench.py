@@ -43,7 +43,8 @@ class Shape:
 
     def __str__(self) -> str:
         size = f"{self.tables} tables of {self.rows} x {self.dim} {self.dtype}"
-        return f"{self.batch} samples and {size} on each rank, {self.pooling} values in a bag"
+        bag = f"{self.pooling} value{'s' if self.pooling != 1 else ''} in a bag"
+        return f"{self.batch} samples and {size} on each rank, {bag}"
 
 
 @dataclass(frozen=True, slots=True)

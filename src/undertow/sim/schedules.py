@@ -125,11 +125,7 @@ def simulate(
 
         check_schedule(schedule)
     class_bytes = _class_bytes(schedule, nbytes, spans)
-    longest = float(class_bytes.max(initial=0.0))
-    if tile is not None and tile < 1:
-        raise InvalidArgument(argument="tile", was=tile, must="at least 1")
-    tile_bytes = longest if tile is None else float(tile)
-    iterations = max(1, math.ceil(longest / tile_bytes)) if tile_bytes else 1
+    tile_bytes, times = _tiles(class_bytes, tile)
     moves = moves_of(schedule, network)
     given = np.zeros((schedule.ranks, 1)) if ready is None else np.asarray(ready, np.float64)
     parcels = max(given.shape[1], int(schedule.instructions.number.max(initial=-1)) + 1)
@@ -148,7 +144,7 @@ def simulate(
     fixed = (
         moves.steps, moves.waits, moves.posts, moves.pulls, moves.pushes,
         pace[moves.instruction], traffic[moves.instruction], moves.class_of, class_bytes, tile_bytes,
-        2.0 if schedule.packets else 1.0, moves.workers, iterations, moves.semaphores.copy(),
+        2.0 if schedule.packets else 1.0, moves.workers, times, moves.semaphores.copy(),
         moves.signal_seconds, route_start, route_link, moves.request_seconds, links, curves, count,
         len(moves.route_start) - 1, rules.fair, rules.store_and_forward, rules.step_seconds, rules.message_seconds,
         rules.engine_seconds, int(rules.engines_have_directions), ready_at.ravel(), state.needed, parcels, traced,
@@ -185,6 +181,20 @@ def _class_bytes(schedule: Schedule, nbytes: int | None, spans: Sequence[int] | 
         # Fractions of a byte are fine here: what is simulated is cut exactly evenly.
         return np.full(contract.spans * contract.factor, nbytes / per_buffer / contract.factor)
     return contract.class_lengths(spans).astype(np.float64)
+
+
+def iterations(schedule: Schedule, nbytes: int, tile: int | None) -> int:
+    """How often every instruction runs in a call of `nbytes`."""
+    return _tiles(_class_bytes(schedule, nbytes, None), tile)[1]
+
+
+def _tiles(class_bytes: Floats, tile: int | None) -> tuple[float, int]:
+    """Bytes of a chunk that an iteration moves, and how many iterations the longest chunk takes."""
+    longest = float(class_bytes.max(initial=0.0))
+    if tile is not None and tile < 1:
+        raise InvalidArgument(argument="tile", was=tile, must="at least 1")
+    tile_bytes = longest if tile is None else float(tile)
+    return tile_bytes, max(1, math.ceil(longest / tile_bytes)) if tile_bytes else 1
 
 
 def _work_per_byte(schedule: Schedule, rules: Rules) -> tuple[Floats, Floats]:

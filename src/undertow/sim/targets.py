@@ -23,12 +23,13 @@ from ..fabric.events import Timeline
 from . import chakra, step_files
 from .cluster import Cluster
 from .collectives import Collectives
-from .schedules import simulate
+from .schedules import iterations, simulate
 from .tasks import Outcome
 from .timelines import critical_path, schedule_timeline
 from .workloads import PRESETS, STRATEGIES
 
-_MOST_TRACED = 50_000  # instructions of a schedule that is followed flight by flight
+_MOST_TRACED = 50_000  # instructions of a schedule that is followed flight by flight,
+_MOST_FOLLOWED = 500_000  # and how often they run, all together: what is followed is kept
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def _traces(traces: list[list[chakra.Node]], cluster: Cluster, known: Collective
 
 def _program(program: Program, nbytes: int, tile: int | None, cluster: Cluster, _: Collectives) -> Answer:
     schedule = program.compile(topology=cluster.topology, target="staged", workers=8, check=True)
-    traced = len(schedule.instructions) <= _MOST_TRACED
+    runs = len(schedule.instructions) * iterations(schedule, nbytes, tile)
+    traced = len(schedule.instructions) <= _MOST_TRACED and runs <= _MOST_FOLLOWED
     result = simulate(
         schedule, cluster.network, nbytes=nbytes, tile=tile, rules=cluster.rules, check=False, traced=traced
     )
@@ -99,8 +101,9 @@ def _program(program: Program, nbytes: int, tile: int | None, cluster: Cluster, 
 
     def timeline() -> Timeline:
         if not traced:
-            must = f"one of at most {_MOST_TRACED} instructions"
-            raise InvalidArgument(argument="--timeline", was=f"for {len(schedule.instructions)} of them", must=must)
+            was = f"for {len(schedule.instructions)} instructions, which run {runs} times in all"
+            must = f"for at most {_MOST_TRACED}, and {_MOST_FOLLOWED} times: a larger --tile runs them less often"
+            raise InvalidArgument(argument="--timeline", was=was, must=must)
         return schedule_timeline(result)
 
     return Answer(result.seconds, resources, timeline)
