@@ -29,7 +29,7 @@ def test_embedding(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*arguments, "--out", str(out)])
     assert done.exit_code == 0, done.output
     assert "fused:dma (paced)" in done.output
-    assert "less time than serial" in done.output
+    assert " time than serial over the same link." in done.output
     assert "0.5 GB/s" in done.output
     assert len(json.loads(out.read_text())) == 1
 
@@ -38,3 +38,6 @@ def test_refusals() -> None:
     done = CliRunner().invoke(app, ["bench", "embedding_all_to_all", *SMALL, "--pooling", "1,none"])
     assert done.exit_code == 1
     assert "--pooling is '1,none'" in done.output
+    done = CliRunner().invoke(app, ["bench", "embedding_all_to_all", "-n", "2", *SMALL, "--rows", str(10**20)])
+    assert done.exit_code == 1
+    assert "the problem is 2 tables of 100000000000000000000 x 8, 64 samples, for which 2 ranks need" in done.output

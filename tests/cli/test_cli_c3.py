@@ -71,6 +71,7 @@ def test_advice() -> None:
         (("run", "--lanes", "road"), 1, "--lanes is 'road'"),
         (("run", "--sizes", "0"), 1, "--sizes is 0"),
         (("run", "--out", "/proc/no/such"), 1, "--out is /proc/no/such"),
+        (("run", "--sizes", "900000G", "--device", "cpu"), 1, "--sizes is 966367641600000 bytes, for which"),
         (("run", "--plot", "/proc/no/such"), 1, "--plot is /proc/no/such"),
         (("run", "--sizes", "many"), 2, "is no size"),
         (("advise", "--compute", "-1", "--collective", "1"), 2, "--compute"),

@@ -103,6 +103,10 @@ def test_misuse_exits_2(arguments: tuple[str, ...], folder: Path) -> None:
 def test_a_refusal_is_one_sentence(folder: Path) -> None:
     done = call("tune", "matmul_all_reduce", *SHAPE, "--device", "cuda", folder=folder, code=1)
     assert done.stderr == "Cannot launch: device is 'cuda', but torch finds no GPU on this machine.\n"
+    large = ("--m", "1000000", "--n", "1000000", "--k", "100000", "--device", "cpu", "--ranks", "2")
+    done = call("tune", "matmul_all_reduce", *large, folder=folder, code=1)
+    assert done.stderr.startswith("the problem is 1000000 x 1000000 x 100000, for which 2 ranks need about")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_plan_that_cannot_be_kept_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,8 +33,9 @@ def embedding_all_to_all(
     """Pooled lookups whose rows travel: every strategy, checked, beside the lookup and the All-to-All alone."""
     from ..errors import InvalidArgument
     from ..fabric.cpu_lanes import Pace
-    from ..fabric.local_ranks import default_ranks
+    from ..fabric.local_ranks import default_ranks, resolve_device
     from ..report.embedding_bench import LOOKUP, Shape, measure
+    from ..report.room import check_room
     from ..report.tables import seconds, show
 
     if out is not None:
@@ -43,6 +44,11 @@ def embedding_all_to_all(
     if not all(one.strip().isdigit() and int(one) > 0 for one in counts):
         raise InvalidArgument(argument="--pooling", was=repr(pooling), must="counts of at least 1, such as 1,10,70")
     chosen = default_ranks(device.value) if ranks is None else ranks
+    if resolve_device(device.value) == "cpu":
+        looked = batch * chosen * tables * sum(map(int, counts)) * 8  # indices of all samples
+        size = 4 * (tables * rows * dim + 3 * batch * chosen * tables * dim) + looked
+        what = f"{tables} tables of {rows} x {dim}, {batch} samples"
+        check_room("the problem", what, chosen, size)
     shapes = [Shape(batch, tables, rows, dim, int(one)) for one in counts]
     found = measure(chosen, device.value, shapes, rounds, Pace.parse(link))
     wrong = sorted({name for one in found for name in one.wrong})

@@ -47,6 +47,7 @@ def run_c3(
     from ..fabric.launch import launch
     from ..fabric.local_ranks import default_ranks, resolve_device
     from ..report.c3 import judge, mean_table, picture, scenario_table, to_json
+    from ..report.room import check_room
     from ..report.tables import show
 
     for option, path in (("--out", out), ("--plot", plot)):
@@ -60,6 +61,9 @@ def run_c3(
     given = {lane: asked or (usual[lane][-1:] if quick else usual[lane]) for lane in by_lane}
     if any(count < 1 for counts in given.values() for count in counts):
         raise InvalidArgument(argument="--sizes", was=sizes, must="of at least 1 byte")
+    if where == "cpu":
+        most = max(count for counts in given.values() for count in counts)
+        check_room("--sizes", f"{most} bytes", chosen, 4 * most)  # what is sent, what comes, and both to compare with
     computations = _chosen(
         "--compute", compute, tuple(COMPUTATIONS)[:2] if quick else tuple(COMPUTATIONS), COMPUTATIONS
     )

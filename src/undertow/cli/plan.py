@@ -81,12 +81,17 @@ def tune_plan(
             f"must be 1 for {operator.value}, whose rows all have one weight", param_hint="experts"
         )
     from ..fabric.launch import launch
-    from ..fabric.local_ranks import default_ranks
+    from ..fabric.local_ranks import default_ranks, resolve_device
     from ..plan import cache
+    from ..plan.problem import ITEM_SIZES
     from ..report.plans import render_choice, tune_rank
+    from ..report.room import check_room
     from ..report.tables import show
 
     chosen = default_ranks(device.value) if ranks is None else ranks
+    if resolve_device(device.value) == "cpu":
+        numbers = m * k + experts * k * n + 2 * m * n
+        check_room("the problem", f"{m} x {n} x {k}", chosen, numbers * ITEM_SIZES[dtype.value])
     arguments = (operator.value, m, n, k, dtype.value, seconds, experts)
     before = _written()
     found = launch(tune_rank, chosen, device.value, args=arguments)[0]

@@ -20,9 +20,9 @@ from ..errors import InvalidArgument
 from ..fabric.group import Group
 from ..fabric.launch import launch
 from ..fabric.registry import init
-from ..fabric.segment import available_memory, human
 from ..fabric.symmetric import SymmetricBuffer
 from .collective import form_in_words, ranks_in_words
+from .room import check_room
 
 if TYPE_CHECKING:
     from ..fabric.cpu import CpuFabric
@@ -61,11 +61,7 @@ def check_device(device: str) -> None:
 
 def check_memory(option: str, nbytes: int, ranks: int) -> None:
     """Refuse sizes whose input, output, and copies to compare with are more than this machine has."""
-    available = available_memory()
-    needed = _COPIES * ranks * nbytes
-    if needed > available:
-        was = f"{nbytes} bytes, for which {ranks_in_words(ranks)} need about {human(needed)}"
-        raise InvalidArgument(argument=option, was=was, must=f"less: {human(available)} is available")
+    check_room(option, f"{nbytes} bytes", ranks, _COPIES * nbytes)
 
 
 def sendable(schedule: Schedule) -> Schedule:
