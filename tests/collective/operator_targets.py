@@ -238,6 +238,7 @@ def refusals() -> list[str]:
         lambda: co.all_to_all(torch.ones(2 * ut.init().size + 1, 2)),
         lambda: co.broadcast(torch.ones(3), root=9),
         lambda: co.all_gather(torch.ones(3), program=co.LIBRARY["ring"]),
+        lambda: co.all_reduce(torch.ones(3), program="ring"),  # type: ignore[arg-type]
         lambda: co.all_gather(torch.ones(3), rows=[1]),
     ):
         try:

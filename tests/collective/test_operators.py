@@ -58,6 +58,8 @@ def test_refusals_name_the_argument() -> None:
             "tensor is of 5 rows, but must be a multiple of the 2 ranks, or rows given.",
             "root is 9, but must be between 0 and 1.",
             "program is ring, for all_reduce, but must be a program for all_gather.",
+            "program is a str, but must be a collective program, made by undertow.collective.program, or one of"
+            " undertow.collective.LIBRARY.",
             said[-1],
         ]
         assert said[-1].startswith("rows is [1], but must be 2 numbers")

@@ -9,6 +9,7 @@ import torch
 from ..errors import InvalidArgument
 from ..fabric.group import Group
 from ..plan.plan import split
+from .language import Program
 
 OPERATIONS = ("sum", "avg", "max", "min")
 REDUCIBLE = (
@@ -72,6 +73,12 @@ def check_operation(op: str, tensor: torch.Tensor) -> None:
     if tensor.dtype not in REDUCIBLE:
         must = ", ".join(str(one).removeprefix("torch.") for one in REDUCIBLE)
         raise InvalidArgument(argument="tensor", was=f"of {tensor.dtype}", must=f"one of {must} to be reduced")
+
+
+def check_program(program: object) -> None:
+    if not isinstance(program, Program):
+        must = "a collective program, made by undertow.collective.program, or one of undertow.collective.LIBRARY"
+        raise InvalidArgument(argument="program", was=f"a {type(program).__name__}", must=must)
 
 
 def check_tensor(name: str, tensor: torch.Tensor, on: Group, matrix: bool = False) -> None:

@@ -33,6 +33,7 @@ from ..fabric.registry import as_group
 from . import repeated, tables
 from .arguments import (
     check_operation,
+    check_program,
     check_root,
     check_tensor,
     checked_out,
@@ -265,6 +266,8 @@ def _run(
     In place only where every rank has a result and all of them see alike whether it is the input: a rank that ran
     another program than the others would never meet them.
     """
+    if program is not None:
+        check_program(program)
     given, in_place = out, source is out and collective in ("all_reduce", "broadcast")
     at_home = collective == "all_gather" and on.device.type == "cpu" and _is_its_shard(source, out, spans, on.rank)
     if not (in_place or at_home) and source.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():

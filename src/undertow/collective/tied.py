@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidArgument
 from ..plan.plan import split
+from .arguments import check_program
 from .compiler import compile_trace
 from .contract import BUILT_IN, Contract
 from .language import COLUMNS, INPUT, NEEDED, OUTPUT, READY, Program, Trace
@@ -106,9 +107,7 @@ def tie(program: Program, collective: str, topology: Topology, parcels: int) -> 
 
 
 def _traced(program: Program, collective: str, topology: Topology) -> Trace:
-    if not isinstance(program, Program):
-        must = "a collective program, made by undertow.collective.program"
-        raise InvalidArgument(argument="program", was=f"a {type(program).__name__}", must=must)
+    check_program(program)
     if meaning(program) != collective:
         was = f"{program.name}, for {meaning(program) or 'a contract of its own'}"
         raise InvalidArgument(argument="program", was=was, must=f"a program for {collective}")
