@@ -46,7 +46,7 @@ def test_a_program_that_will_not_do_is_one_sentence_and_the_group_goes_on() -> N
             ),
             "no program": (
                 "InvalidArgument: program is a str, but must be a collective program, made by"
-                " undertow.collective.program."
+                " undertow.collective.program, or one of undertow.collective.LIBRARY."
             ),
             "ranks": "InvalidArgument: program is for_five, for 5 ranks, but must be a program for 2 ranks.",
             "half tied": (
