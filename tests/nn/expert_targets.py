@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from layer_targets import CLOSE, same
@@ -34,13 +35,48 @@ class Mixture(torch.nn.Module):
         return torch.stack(rows)
 
 
+class InTurn(Mixture):
+    """The other way round, gates and ups in turn, with biases, as those of GPT-OSS."""
+
+    is_transposed, is_concatenated, has_bias = True, False, True
+
+    def __init__(self, inner: int = INNER) -> None:
+        super().__init__(inner)
+        self.gate_up_proj = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * inner))
+        self.gate_up_proj_bias = torch.nn.Parameter(torch.randn(EXPERTS, 2 * inner))
+        self.down_proj = torch.nn.Parameter(torch.randn(EXPERTS, inner, HIDDEN))
+        self.down_proj_bias = torch.nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
+        both = torch.einsum("th,tkhi->tki", x, self.gate_up_proj[chosen]) + self.gate_up_proj_bias[chosen]
+        inner = self.act_fn(both[..., ::2]) * both[..., 1::2]
+        made = torch.einsum("tki,tkih->tkh", inner, self.down_proj[chosen]) + self.down_proj_bias[chosen]
+        return torch.einsum("tkh,tk->th", made, likely)
+
+
+class Ungated(Mixture):
+    """Without gates, as those of Nemotron-H."""
+
+    has_gate = False
+
+    def __init__(self, inner: int = INNER) -> None:
+        super().__init__(inner)
+        del self.gate_up_proj
+        self.up_proj = torch.nn.Parameter(torch.randn(EXPERTS, inner, HIDDEN))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, likely: torch.Tensor) -> torch.Tensor:
+        inner = self.act_fn(torch.einsum("th,tkih->tki", x, self.up_proj[chosen]))
+        made = torch.einsum("tki,tkhi->tkh", inner, self.down_proj[chosen])
+        return torch.einsum("tkh,tk->th", made, likely)
+
+
 class Block(torch.nn.Module):
     """A router, experts, and a second use of what the router says, as a loss that balances experts has."""
 
-    def __init__(self, inner: int = INNER) -> None:
+    def __init__(self, inner: int = INNER, kind: type[Mixture] = Mixture) -> None:
         super().__init__()
         self.gate = torch.nn.Linear(HIDDEN, EXPERTS, bias=False)
-        self.experts = Mixture(inner)
+        self.experts = kind(inner)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         likely = torch.softmax(self.gate(x), -1)
@@ -51,15 +87,24 @@ class Block(torch.nn.Module):
 PLAN = {"experts": ut.nn.Experts()}
 
 
-def _blocks(strategy: str) -> tuple[Block, Block]:
+def _blocks(strategy: str, kind: type[Mixture] = Mixture) -> tuple[Block, Block]:
     same()
-    plain = Block()
+    plain = Block(kind=kind)
     return plain, ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=strategy)  # type: ignore[return-value]
 
 
 def as_whole(strategy: str) -> bool:
-    """Results and all gradients, the router's and the input's complete on every rank; with and without a graph."""
-    plain, model = _blocks(strategy)
+    """Results and all gradients, the router's and the input's complete on every rank; with and without a graph. In all
+    forms that transformers 5 tells of."""
+    return all(_as_whole(strategy, kind) for kind in (Mixture, InTurn, Ungated))
+
+
+def _as_whole(strategy: str, kind: type[Mixture]) -> bool:
+    plain, model = _blocks(strategy, kind)
+    whole = {name: one.clone() for name, one in plain.state_dict().items()}
+    again = ut.nn.full_state_dict(model)
+    assert list(again) == list(whole)
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
     for rows in (1, 9):
         found = []
         x = torch.randn(rows, HIDDEN)
@@ -72,9 +117,9 @@ def as_whole(strategy: str) -> bool:
                 torch.testing.assert_close(block(x)[0], y, **CLOSE)
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(other, one, **CLOSE)
-    layer = model.experts
-    for name, cut in layer.cuts.items():  # type: ignore[union-attr]
-        want = cut.take(getattr(plain.experts, name).grad, layer.rank)
+    layer: Any = model.experts
+    for name, one in plain.experts.named_parameters():
+        want = layer.cuts[name].take(one.grad, layer.rank) if name in layer.cuts else one.grad
         torch.testing.assert_close(getattr(layer, name).grad, want, **CLOSE)
     return True
 
@@ -146,10 +191,6 @@ class Biased(Mixture):
         self.down_proj_bias = torch.nn.Parameter(torch.zeros(EXPERTS, HIDDEN))
 
 
-class InTurn(Mixture):
-    is_concatenated = False
-
-
 class Normed(Mixture):
     has_post_expert_norm = True
 
@@ -168,7 +209,6 @@ def refusals() -> dict[str, str]:
         "too few": lambda: cut(Mixture(24), unit=24),
         "turned": lambda: cut(Turned()),
         "biased": lambda: cut(Biased()),
-        "in turn": lambda: cut(InTurn()),
         "normed": lambda: cut(Normed()),
         "no experts": lambda: cut(torch.nn.SiLU()),
         "tied": lambda: ut.nn.parallelize(tied, PLAN),

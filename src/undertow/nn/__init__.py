@@ -14,8 +14,9 @@ from .experts import ExpertParallelMLP
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import TensorParallelMLP
 from .parallel_experts import TensorParallelExperts
-from .parallelize import TRANSFORMER, VOCABULARY, Column, Experts, Row, Shared, Vocabulary, parallelize
+from .parallelize import parallelize
 from .sharded import Sharded
+from .styles import TRANSFORMER, VOCABULARY, Column, Experts, Row, Shared, Slice, Vocabulary, Whole
 from .vocabulary import VocabularyParallelEmbedding
 
 __all__ = [
@@ -32,11 +33,13 @@ __all__ = [
     "Sharded",
     "ShardedEmbeddingBag",
     "Shared",
+    "Slice",
     "Table",
     "TensorParallelExperts",
     "TensorParallelMLP",
     "Vocabulary",
     "VocabularyParallelEmbedding",
+    "Whole",
     "clip_grad_norm_",
     "cross_entropy",
     "full_state_dict",

@@ -11,7 +11,8 @@ from ..collective.operators import all_gather
 from ..errors import InvalidArgument
 from ..fabric.registry import named
 from .embedding import as_saved, bags_of
-from .sharded import Cut, Narrowed, Sharded
+from .sharded import Cut, Narrowed
+from .slices import cuts_in
 
 
 class Shard(NamedTuple):
@@ -57,8 +58,9 @@ def state_and_shards(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], d
     state = {key: one for key, one in state.items() if id(one) not in pieces}
     there, shards = {id(one) for one in state.values()}, dict[int, Shard]()
     for prefix, module in model.named_modules():
-        if isinstance(module, Sharded):
-            for name, cut in module.cuts.items():
+        held = cuts_in(module)
+        if held is not None:
+            for name, cut in held.cuts.items():
                 key = as_saved(f"{prefix}.{name}" if prefix else name)
                 one: torch.Tensor | None = module._parameters.get(name)
                 if id(one) not in there:  # a hook has put something in its place
@@ -66,7 +68,7 @@ def state_and_shards(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], d
                 if one is None:
                     must = "one with all shards of its layers in it"
                     raise InvalidArgument(argument="model", was=f"one whose state has no {key}", must=must)
-                shards[id(one)] = Shard(cut, module.group_name)
+                shards[id(one)] = Shard(cut, held.group_name)
     return state, shards
 
 

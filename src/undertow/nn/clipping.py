@@ -20,7 +20,7 @@ from ..collective.operators import all_reduce
 from ..errors import InvalidArgument
 from ..fabric.registry import named
 from .embedding import ShardedEmbeddingBag
-from .sharded import Sharded
+from .slices import cuts_in
 
 
 def clip_grad_norm_(
@@ -63,8 +63,9 @@ def _holders(model: torch.nn.Module) -> dict[int, str]:
     """The parameters that are this rank's alone, and the group over which they are cut."""
     found: dict[int, str] = {}
     for module in model.modules():
-        if isinstance(module, Sharded):
-            found |= {id(module.get_parameter(name)): module.group_name for name in module.cuts}
+        held = cuts_in(module)
+        if held is not None:
+            found |= {id(module.get_parameter(name)): held.group_name for name in held.cuts}
         elif isinstance(module, ShardedEmbeddingBag):
             found |= {id(piece): module.group_name for piece in module.pieces}
             found[id(module)] = module.group_name  # of a rank that has none, too, which takes part

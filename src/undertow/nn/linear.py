@@ -74,14 +74,16 @@ class ColumnParallelLinear(Sharded):
 
     @classmethod
     def from_linear(
-        cls, linear: torch.nn.Linear, *, group: AnyGroup = None, unit: int = 1, strategy: str = "auto",
-        sequence_parallel: bool = False, gather_output: bool = False,
+        cls, linear: torch.nn.Linear, *, group: AnyGroup = None, unit: int | Sequence[int] = 1, strategy: str = "auto",
+        sequence_parallel: bool = False, gather_output: bool = False, parts: Sequence[int] | None = None,
     ) -> ColumnParallelLinear:  # fmt: skip
-        """This rank's part of a layer that every rank holds."""
+        """This rank's part of a layer that every rank holds. `parts`: sizes of what is cut each for itself; the result
+        is one tensor all the same."""
         made = cls(
-            linear.in_features, linear.out_features, linear.bias is not None, group=group, unit=unit, strategy=strategy,
-            sequence_parallel=sequence_parallel, gather_output=gather_output, device="meta",
+            linear.in_features, parts or linear.out_features, linear.bias is not None, group=group, unit=unit,
+            strategy=strategy, sequence_parallel=sequence_parallel, gather_output=gather_output, device="meta",
         )  # fmt: skip
+        made.several = False
         made.add_sharded("weight", linear.weight, made.cut, linear.weight.requires_grad)
         made.add_sharded("bias", linear.bias, made.cut, linear.bias is not None and linear.bias.requires_grad)
         return made

@@ -9,108 +9,30 @@ plan that silently did nothing would look like one that works.
 
 from __future__ import annotations
 
+import copy
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import InvalidArgument
 from ..fabric.registry import as_group
 from ..ops.operands import check_dtype
+from .blocks import Sizes, beside, refuse_torn_apart, refuse_unnamed, sizes_of, unit_of
 from .held import carry_hooks, sum_gradients
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallel_experts import TensorParallelExperts, cuts_of
 from .sharded import Cut, Sharded, check_strategy
+from .slices import cuts_in, slice_parameter
+from .styles import Column, Experts, Optional, Row, Shared, Slice, Style, Vocabulary, Whole
 from .vocabulary import VocabularyParallelEmbedding, cut_of
+from .whole import gather_for, spread
 
 if TYPE_CHECKING:
+    from ..fabric.group import Group
     from .sharded import AnyGroup
-
-Unit = int | str | tuple[str, ...]
-"""What stays together: a number, or attributes of the module around the layer, multiplied."""
-
-
-Optional = bool | str
-"""Whether a model may have none; or the pattern of the plan that must match something then, in its place."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """Cut by columns of the result. `gather_output`: every rank gets all of them."""
-
-    unit: Unit = 1
-    gather_output: bool = False
-    sequence_parallel: bool = False
-    optional: Optional = False
-
-
-@dataclass(frozen=True)
-class Row:
-    """Cut by the inner dimension; the result is summed, or summed and scattered in the sequence-parallel form."""
-
-    unit: Unit = 1
-    sequence_parallel: bool = False
-    optional: Optional = False
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """An embedding, cut by its rows; what it gives is summed, or summed and scattered in the sequence-parallel form. A
-    last layer with the same weight is a `Column`."""
-
-    unit: Unit = 1
-    sequence_parallel: bool = False
-    optional: Optional = False
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Experts held as two tensors, `gate_up_proj` and `down_proj`: each is cut by its inner dimension.
-
-    `unit`: eight numbers that stay together keep rows of 16-bit weights on 16 bytes, as grouped matmuls want them.
-    """
-
-    unit: Unit = 8
-    optional: Optional = False
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Left whole on every rank, where it sees only the rank's part: gradients of its parameters are summed over ranks.
-
-    Norms of single heads, and, in the sequence-parallel form, norms of rows. What is summed is what calls of the module
-    make of them, not what others do with its parameters. `unit`: how many elements each has, None: any. `optional`: a
-    model may have none.
-    """
-
-    unit: Unit | None = None
-    optional: Optional = False
-
-
-Parted = Column | Row | Vocabulary | Experts
-Style = Parted | Shared
-
-TRANSFORMER: Mapping[str, Style] = {
-    "*.q_proj": Column(unit=("head_dim", "num_key_value_groups")),
-    "*.k_proj": Column(unit="head_dim"),
-    "*.v_proj": Column(unit="head_dim"),
-    "*.o_proj": Row(unit=("head_dim", "num_key_value_groups")),
-    "*.gate_proj": Column(optional="*.experts"),
-    "*.up_proj": Column(optional="*.experts"),
-    "*.down_proj": Row(optional="*.experts"),
-    "*.experts": Experts(optional="*.down_proj"),
-    "*.self_attn.q_norm": Shared(unit="head_dim", optional=True),
-    "*.self_attn.k_norm": Shared(unit="head_dim", optional=True),
-}
-"""For decoders whose layers are named as in Llama (Qwen, Mistral, and with experts Mixtral and others): query heads
-follow their keys."""
-
-VOCABULARY: Mapping[str, Style] = {"*.embed_tokens": Vocabulary(), "lm_head": Column(gather_output=True)}
-"""The first and the last layer of such a model, whether they share their weight or not: {**TRANSFORMER, **VOCABULARY}.
-"""
 
 
 def parallelize(
@@ -124,33 +46,54 @@ def parallelize(
     on = as_group(group)
     check_strategy(strategy)
     chosen = _chosen(model, plan)
-    units: dict[str, int] = {}
-    for name, style in chosen.items():  # all of them first: what is refused leaves the model as it was
-        if style.unit is None:
-            continue
-        units[name] = _unit(style.unit, model.get_submodule(name.rpartition(".")[0]), name)
+    sizes = sizes_of(model, chosen)  # all of them first: what is refused leaves the model as it was
+    refuse_unnamed(model, chosen)
+    refuse_torn_apart(chosen, sizes, on.size)
+    gathered: dict[str, Cut] = {}
+    for name, style in chosen.items():
         if isinstance(style, Shared):
-            _refuse_parts(model.get_submodule(name), units[name], name)
-        else:
-            with _named(name):
-                _refuse_uncut(model.get_submodule(name), style, units[name], on.size)
-    tied = _tied(model, chosen, units)
+            cut = _gathered(model, name, style, sizes, on.size)
+            gathered |= {} if cut is None else {name: cut}
+            continue
+        with _named(name):
+            if isinstance(style, Experts):
+                cuts_of(model.get_submodule(name), _experts_unit(model, name, style), on.size)
+            elif not isinstance(style, Whole):
+                _refuse_uncut(model, name, style, sizes[name], on.size)
+    tied = _tied(model, chosen, sizes)
     shards: dict[int, list[tuple[Sharded, str]]] = {}  # of what is tied, and who holds it
     for name, style in chosen.items():
         parent, _, child = name.rpartition(".")
         around = model.get_submodule(parent)
         layer = getattr(around, child)
         if isinstance(style, Shared):
+            if name in gathered:
+                gather_for(layer, gathered[name], on.name)
             sum_gradients(layer, on.name)
             continue
+        if isinstance(style, Whole):
+            if style.spread is not None:
+                spread(layer, unit_of(style.spread, around, name), on.name)
+            continue
+        if isinstance(style, Slice):
+            slice_parameter(around, child, _cut_of_slice(sizes[name], on.size), on.name)
+            continue
         with _named(name):
-            made = _made(layer, style, units[name], on.name, strategy)
+            if isinstance(style, Experts):
+                made: Sharded = TensorParallelExperts(
+                    layer, group=on.name, unit=_experts_unit(model, name, style), strategy=strategy
+                )
+            else:
+                made = _made(layer, style, sizes[name], on.name, strategy)
         for own, whole in layer.named_parameters(recurse=False):
             if id(whole) in tied:
                 made.tie(own, shards.setdefault(id(whole), []))
         if not isinstance(style, Experts):  # the model's own, which are called inside, keep theirs
             carry_hooks(layer, made)
         setattr(around, child, made.train(layer.training))
+        if isinstance(style, Column):
+            for attribute in style.counts:
+                _count_own(around, attribute, sizes[name].number, on)
     return model
 
 
@@ -164,29 +107,60 @@ def _named(name: str) -> Iterator[None]:
         raise InvalidArgument(**{**facts, "argument": f"{facts['argument']} of {name}"}) from error
 
 
-def _refuse_parts(layer: torch.nn.Module, unit: int, name: str) -> None:
-    """What is left whole must be of what a rank holds whole: a norm over all heads would need those of other ranks."""
-    for own, parameter in layer.named_parameters():
-        if parameter.numel() != unit:
-            must = f"of {unit}: ranks hold whole heads, and no rank has what a norm over all of them needs"
-            raise InvalidArgument(argument=f"{name}.{own}", was=f"of {parameter.numel()} elements", must=must)
+def _gathered(model: torch.nn.Module, name: str, style: Shared, sizes: Mapping[str, Sizes], ranks: int) -> Cut | None:
+    """How ranks hold what this one needs all of, if it does; else it must be of what a rank holds whole."""
+    if style.unit is None and style.gathered is None:
+        return None
+    layer = model.get_submodule(name)
+    unit = None if style.unit is None else unit_of(style.unit, model.get_submodule(name.rpartition(".")[0]), name)
+    other = None if style.gathered is None else sizes.get(beside(name, style.gathered))
+    all_of_it = None if other is None else sum(other.parts)
+    if all(one.numel() == unit for one in layer.parameters()):
+        return None
+    if other is not None and all(list(one.shape) == [all_of_it] for one in layer.parameters()):
+        return Cut.of("a norm over all", 0, other.parts, other.units, ranks)
+    own, parameter = next((own, one) for own, one in layer.named_parameters() if one.numel() != unit)
+    also = "" if other is None else f", or all {all_of_it} in one dimension"
+    must = f"of {unit}{also}: ranks hold whole heads, and no rank has what a norm over all of them needs"
+    raise InvalidArgument(argument=f"{name}.{own}", was=f"of {parameter.numel()} elements", must=must)
 
 
-def _refuse_uncut(layer: torch.nn.Module, style: Parted, unit: int, ranks: int) -> None:
-    if isinstance(style, Experts):
-        cuts_of(layer, unit, ranks)
-    elif isinstance(style, Vocabulary):
+def _experts_unit(model: torch.nn.Module, name: str, style: Experts) -> int:
+    return unit_of(style.unit, model.get_submodule(name.rpartition(".")[0]), name)
+
+
+def _cut_of_slice(sizes: Sizes, ranks: int) -> Cut:
+    return Cut.of("shape[0]", 0, sizes.parts, sizes.units, ranks)
+
+
+def _refuse_uncut(
+    model: torch.nn.Module, name: str, style: Column | Row | Vocabulary | Slice, sizes: Sizes, ranks: int
+) -> None:
+    if isinstance(style, Slice):
+        _cut_of_slice(sizes, ranks)
+        return
+    layer = model.get_submodule(name)
+    _refuse_computed(layer)
+    if isinstance(style, Vocabulary):
         assert isinstance(layer, torch.nn.Embedding), "_chosen takes nothing else"
-        _refuse_computed(layer)
-        cut_of(layer, unit, ranks)
-    else:
-        assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
-        _refuse_computed(layer)
-        check_dtype("weight", layer.weight.dtype)
-        if isinstance(style, Column):
-            Cut.of("out_features", 0, (layer.out_features,), (unit,), ranks)
-        else:
-            Cut.of("in_features", 1, (layer.in_features,), (unit,), ranks)
+        cut_of(layer, sizes.units[0], ranks)
+        return
+    check_dtype("weight", layer.get_parameter("weight").dtype)
+    column = isinstance(style, Column)
+    Cut.of("out_features" if column else "in_features", 0 if column else 1, sizes.parts, sizes.units, ranks)
+
+
+def _count_own(around: torch.nn.Module, attribute: str, count: int, on: Group) -> None:
+    """An attribute that counts heads, or what comes with them, tells of those of this rank."""
+    holder: Any = around
+    if attribute.startswith("config."):
+        attribute = attribute.removeprefix("config.")
+        holder = copy.copy(around.config)  # that of the model is the model's
+        setattr(around, "config", holder)  # noqa: B010
+    value = getattr(holder, attribute, None)
+    if isinstance(value, int) and value % count == 0:
+        unit = value // count
+        setattr(holder, attribute, Cut.of(attribute, 0, (value,), (unit,), on.size).sizes(on.rank)[0])
 
 
 def _refuse_computed(layer: torch.nn.Module) -> None:
@@ -199,7 +173,7 @@ def _refuse_computed(layer: torch.nn.Module) -> None:
 def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     for pattern, style in plan.items():
         if not isinstance(style, Style):
-            must = "a ut.nn.Column, Row, Vocabulary, Experts or Shared"
+            must = "a ut.nn.Column, Row, Vocabulary, Experts, Slice, Shared or Whole"
             raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must=must)
     matches = {pattern: _matched(model, pattern, style) for pattern, style in plan.items()}
     found: dict[str, Style] = {}
@@ -207,11 +181,14 @@ def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
         if not matches[pattern]:
             _refuse_missing(pattern, style.optional, matches)
         for name in matches[pattern]:
+            if isinstance(style, (Slice, Whole)):
+                found.setdefault(name, style)
+                continue
             module = model.get_submodule(name)
             if isinstance(style, (Column, Row)) and not isinstance(module, torch.nn.Linear):
                 must = "a torch.nn.Linear: a narrower pattern leaves it out"
                 raise InvalidArgument(argument=f"{name}, matched by {pattern!r},", was=type(module).__name__, must=must)
-            if isinstance(style, Vocabulary) and type(module) is not torch.nn.Embedding:  # one of its kind adds to it
+            if isinstance(style, Vocabulary) and not isinstance(module, torch.nn.Embedding):
                 must = "a torch.nn.Embedding: a narrower pattern leaves it out"
                 raise InvalidArgument(argument=f"{name}, matched by {pattern!r},", was=type(module).__name__, must=must)
             found.setdefault(name, style)
@@ -219,33 +196,47 @@ def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
 
 
 def _matched(model: torch.nn.Module, pattern: str, style: Style) -> list[str]:
-    """Names of modules. Experts that are modules of their own, in a list, are no match: their layers have names."""
+    """Names of modules, and of parameters where those are meant. Experts that are modules of their own, in a list, are
+    no match: their layers have names."""
     left = (Sharded, torch.nn.ModuleList) if isinstance(style, Experts) else Sharded
     named = [name for name, module in model.named_modules() if name and not isinstance(module, left)]
-    return [name for name in named if fnmatch.fnmatchcase(name, pattern)]
+    if isinstance(style, (Slice, Whole)):
+        own = [name for name, _ in model.named_parameters() if not _is_shard(model, name)]
+        named = own if isinstance(style, Slice) else [*named, *own]
+    found = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
+    if isinstance(style, Column) and style.beside is not None:
+        return [name for name in found if hasattr(model.get_submodule(name.rpartition(".")[0]), style.beside)]
+    return found
+
+
+def _is_shard(model: torch.nn.Module, name: str) -> bool:
+    parent, _, own = name.rpartition(".")
+    held = cuts_in(model.get_submodule(parent))
+    return held is not None and own in held.cuts
 
 
 def _refuse_missing(pattern: str, optional: Optional, matches: Mapping[str, list[str]]) -> None:
     """Of a pattern that matches nothing."""
-    if optional is True or (isinstance(optional, str) and matches.get(optional)):
+    others = () if isinstance(optional, bool) else (optional,) if isinstance(optional, str) else optional
+    if optional is True or any(matches.get(one) for one in others):
         return
-    other = f", or {optional!r} must match one" if optional else ""
+    other = f", or {' or '.join(repr(one) for one in others)} must match one" if others else ""
     must = f"one that matches a module{other}; model.named_modules() lists them"
     raise InvalidArgument(argument="a pattern of plan", was=repr(pattern), must=must)
 
 
-def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[str, int]) -> set[int]:
+def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], sizes: Mapping[str, Sizes]) -> set[int]:
     """Which parameters several modules share that all cut alike. One that is cut for some of them only is refused."""
     holders: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), []).append(name)
     found = set[int]()
-    for name in (one for one, style in chosen.items() if not isinstance(style, Shared)):
-        for own, parameter in model.get_submodule(name).named_parameters():
+    for name in (one for one, style in chosen.items() if not isinstance(style, (Shared, Whole))):
+        for own, parameter in _parameters(model, name, chosen[name]):
             shared = holders[id(parameter)]
             if len(shared) == 1:
                 continue
-            cuts = {_cuts_rows(chosen, units, *one.rpartition(".")[::2]) for one in shared}
+            cuts = {_cuts_rows(chosen, sizes, *one.rpartition(".")[::2]) for one in shared}
             if len(cuts) > 1 or None in cuts:
                 must = "a weight of its own: leave the layer out of the plan, or untie it"
                 modules = {id(model.get_submodule(one.rpartition(".")[0])) for one in shared}
@@ -259,39 +250,30 @@ def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], units: Mapping[st
     return found
 
 
-def _cuts_rows(chosen: Mapping[str, Style], units: Mapping[str, int], holder: str, own: str) -> int | None:
+def _parameters(model: torch.nn.Module, name: str, style: Style) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    if isinstance(style, Slice):
+        return [("", model.get_parameter(name))]
+    return model.get_submodule(name).named_parameters()
+
+
+def _cuts_rows(chosen: Mapping[str, Style], sizes: Mapping[str, Sizes], holder: str, own: str) -> Sizes | None:
     """In which units the plan cuts the rows of a module's weight, if it does."""
     rows = isinstance(chosen.get(holder), (Column, Vocabulary)) and own == "weight"
-    return units[holder] if rows else None
+    return sizes[holder] if rows else None
 
 
-def _unit(unit: Unit, around: torch.nn.Module, name: str) -> int:
-    if isinstance(unit, int):
-        return unit
-    found = 1
-    for attribute in (unit,) if isinstance(unit, str) else unit:
-        value = getattr(around, attribute, None)
-        if not isinstance(value, int):
-            must = f"a whole number: {type(around).__name__} has none of that name, so give the unit as a number"
-            raise InvalidArgument(argument=f"attribute {attribute!r} around {name}", was=repr(value), must=must)
-        found *= value
-    return found
-
-
-def _made(layer: torch.nn.Module, style: Parted, unit: int, group: str, strategy: str) -> Sharded:
-    if isinstance(style, Experts):
-        return TensorParallelExperts(layer, group=group, unit=unit, strategy=strategy)
+def _made(layer: torch.nn.Module, style: Column | Row | Vocabulary, sizes: Sizes, group: str, strategy: str) -> Sharded:
     if isinstance(style, Vocabulary):
         assert isinstance(layer, torch.nn.Embedding), "_chosen takes nothing else"
         return VocabularyParallelEmbedding.from_embedding(
-            layer, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel
+            layer, group=group, unit=sizes.units[0], strategy=strategy, sequence_parallel=style.sequence_parallel
         )
     assert isinstance(layer, torch.nn.Linear), "_chosen takes nothing else"
     if isinstance(style, Row):
         return RowParallelLinear.from_linear(
-            layer, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel
+            layer, group=group, unit=sizes.units[0], strategy=strategy, sequence_parallel=style.sequence_parallel
         )
     return ColumnParallelLinear.from_linear(
-        layer, group=group, unit=unit, strategy=strategy, sequence_parallel=style.sequence_parallel,
-        gather_output=style.gather_output,
+        layer, group=group, parts=sizes.parts, unit=sizes.units, strategy=strategy,
+        sequence_parallel=style.sequence_parallel, gather_output=style.gather_output,
     )  # fmt: skip

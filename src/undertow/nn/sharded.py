@@ -123,18 +123,25 @@ class Sharded(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         """Whole tensors are cut before torch compares shapes; shards of this size are taken as they are."""
         state = dict(state_dict)
-        for name, cut in self.cuts.items():
-            given, mine = state.get(prefix + name), getattr(self, name)
-            if isinstance(given, DTensor) and not isinstance(mine, DTensor):
-                given = state[prefix + name] = given.full_tensor()
-            if isinstance(given, torch.Tensor) and given.shape != mine.shape:
-                whole = list(mine.shape)
-                whole[cut.dim] = sum(cut.parts)
-                if list(given.shape) == whole:
-                    state[prefix + name] = cut.take(given, self.rank)
+        take_shards(state, prefix, self, self.cuts, self.rank)
         before = dict(self._parameters)
         super()._load_from_state_dict(state, prefix, *arguments)
         for name, holders in self._tied.items():  # of which loading with assign=True made another parameter
             for module, own in holders:
                 if module._parameters[own] is before[name]:
                     module._parameters[own] = self._parameters[name]
+
+
+def take_shards(
+    state: dict[str, Any], prefix: str, module: torch.nn.Module, cuts: Mapping[str, Cut], rank: int
+) -> None:
+    """In the place of whole tensors of `state`, for the parameters of `module` that are shards."""
+    for name, cut in cuts.items():
+        given, mine = state.get(prefix + name), getattr(module, name)
+        if isinstance(given, DTensor) and not isinstance(mine, DTensor):
+            given = state[prefix + name] = given.full_tensor()
+        if isinstance(given, torch.Tensor) and given.shape != mine.shape:
+            whole = list(mine.shape)
+            whole[cut.dim] = sum(cut.parts)
+            if list(given.shape) == whole:
+                state[prefix + name] = cut.take(given, rank)

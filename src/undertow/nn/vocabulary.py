@@ -20,6 +20,7 @@ A last layer that has the same weight (tied) is cut alike, by columns of its res
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,19 @@ class VocabularyParallelEmbedding(Sharded):
         self.sequence_parallel = sequence_parallel
         self.padding_idx = whole.padding_idx  # of the whole; torch has made it one that counts from the front
         self.first = cut.bounds(0, self.rank)[0]
+        self._model: tuple[torch.nn.Embedding, ...] = ()
+        if type(whole) is not torch.nn.Embedding:
+            self._keep(whole)
         self.add_sharded("weight", whole.weight, cut, whole.weight.requires_grad)
+
+    def _keep(self, whole: torch.nn.Embedding) -> None:
+        """One that makes something of the rows it finds, such as a multiple: for its forward, as `cut_of` takes it."""
+        for name, one in whole.named_buffers(recurse=False):
+            self.register_buffer(name, one, persistent=name not in whole._non_persistent_buffers_set)
+        inside = copy.copy(whole)  # in a tuple: no module of this one, whose parameters would count
+        inside._parameters = {"weight": torch.nn.Parameter(torch.empty(0, device="meta"))}
+        inside.padding_idx = None  # its rows are given, not looked up where they are
+        self._model = (inside,)
 
     def forward(self, ids: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """ids [S, ...], of 32 or 64 bits, the same on all ranks -> [S, ..., H], or [S_r, ..., H].
@@ -133,7 +146,10 @@ class VocabularyParallelEmbedding(Sharded):
         padding = None if self.padding_idx is None else self.padding_idx - self.first
         if padding is not None and not 0 <= padding < held:
             padding = None
-        return torch.nn.functional.embedding(at, weight, padding).masked_fill(~mine[:, None], 0)
+        found = torch.nn.functional.embedding(at, weight, padding)
+        if self._model:
+            found = _made_of(self._model[0], found, dict(self.named_buffers(recurse=False)))
+        return found.masked_fill(~mine[:, None], 0)
 
     def extra_repr(self) -> str:
         held = f"{self.num_embeddings} of which {self.weight.shape[0]}"
@@ -161,10 +177,42 @@ _scatter.register_autograd(lambda ctx, dy: (_gather(dy, ctx.rows, ctx.group), No
 _gather.register_fake(lambda y, rows, group: y.new_empty(sum(rows), y.shape[1]))
 
 
+def _made_of(embedding: torch.nn.Embedding, rows: torch.Tensor, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What the forward of one that adds to a lookup makes of rows [M, H]: they are its whole weight, all looked up."""
+    every = torch.arange(len(rows), device=rows.device)
+    made: torch.Tensor = torch.func.functional_call(embedding, {"weight": rows, **buffers}, (every,))
+    return made
+
+
+def _refuse_more_than_rows(embedding: torch.nn.Embedding) -> None:
+    """One of another kind must make each row of its result from the row that it finds, wherever that stands."""
+    if type(embedding) is torch.nn.Embedding:
+        return
+    others = [name for name, _ in embedding.named_parameters() if name != "weight"]
+    wrong = f"with {', '.join(others)}" if others else ""
+    if not others:
+        buffers = dict(embedding.named_buffers(recurse=False))
+        device = next((one.device for one in buffers.values() if one.dim()), torch.device("cpu"))
+        inside = copy.copy(embedding)
+        inside.padding_idx = None
+        rows = torch.linspace(-1, 1, 4 * embedding.embedding_dim, device=device).view(4, -1)
+        try:
+            made = _made_of(inside, rows, buffers)
+            apart = torch.cat([_made_of(inside, row[None], buffers) for row in rows])
+            if made.shape != rows.shape or not torch.equal(made, apart):
+                wrong = "whose rows depend on more than what is looked up"
+        except Exception as error:  # whatever its forward wants
+            wrong = f"whose forward fails on ids alone ({type(error).__name__})"
+    if wrong:
+        must = "a lookup, or what a forward makes of each row alone; a narrower pattern leaves it whole"
+        raise InvalidArgument(argument="the embedding", was=f"{type(embedding).__name__} {wrong}", must=must)
+
+
 def cut_of(embedding: torch.nn.Embedding, unit: int, ranks: int) -> Cut:
     """What this layer would not do as the whole one does is refused."""
     for name, usual in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
         if getattr(embedding, name) != usual:
             raise InvalidArgument(argument=name, was=repr(getattr(embedding, name)), must=f"{usual}, to be cut by rows")
     check_dtype("weight", embedding.weight.dtype)
+    _refuse_more_than_rows(embedding)
     return Cut.of("num_embeddings", 0, (embedding.num_embeddings,), (unit,), ranks)
