@@ -105,18 +105,6 @@ def gradients(architecture: str, dtype: torch.dtype, implementation: str) -> dic
     return found
 
 
-def round_trip(architecture: str) -> bool:
-    """A checkpoint of the ordinary model, to shards and back, is what it was."""
-    ut.init()
-    plain = _model(architecture, torch.float32)
-    model = ut.nn.parallelize(copy.deepcopy(plain), PLAN)
-    made: dict[int, torch.Tensor] = {}  # what is tied is the same in a checkpoint
-    given = {name: made.setdefault(one.data_ptr(), torch.randn_like(one)) for name, one in plain.state_dict().items()}
-    model.load_state_dict(given)
-    again = ut.nn.full_state_dict(model)
-    return again.keys() == given.keys() and all(torch.equal(again[name], given[name]) for name in given)
-
-
 def files(architecture: str, folder: str) -> dict[str, Any]:
     """Files that transformers writes, experts one by one, into a model that had no memory; files that it reads; and
     such as it writes."""

@@ -143,7 +143,7 @@ def refuse_unnamed(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
 
 
 def _refuse_unnamed(name: str, cut: str, styles: str) -> None:
-    must = f"named in it, too ({styles}); narrower patterns leave all of this module whole"
+    must = f"named in it, too ({styles}); narrower patterns, or another part of the model, leave it whole"
     raise InvalidArgument(argument=name, was=f"left out of a plan that cuts {cut} beside it", must=must)
 
 

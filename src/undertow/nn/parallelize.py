@@ -9,11 +9,11 @@ plan that silently did nothing would look like one that works.
 
 from __future__ import annotations
 
-import copy
 import fnmatch
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,6 +21,7 @@ from ..errors import InvalidArgument
 from ..fabric.registry import as_group
 from ..ops.operands import check_dtype
 from .blocks import Sizes, beside, refuse_torn_apart, refuse_unnamed, sizes_of, unit_of
+from .counts import count_own
 from .held import carry_hooks, sum_gradients
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallel_experts import TensorParallelExperts, cuts_of
@@ -31,7 +32,6 @@ from .vocabulary import VocabularyParallelEmbedding, cut_of
 from .whole import gather_for, spread
 
 if TYPE_CHECKING:
-    from ..fabric.group import Group
     from .sharded import AnyGroup
 
 
@@ -49,16 +49,20 @@ def parallelize(
     sizes = sizes_of(model, chosen)  # all of them first: what is refused leaves the model as it was
     refuse_unnamed(model, chosen)
     refuse_torn_apart(chosen, sizes, on.size)
-    gathered: dict[str, Cut] = {}
+    gathered, spreads = dict[str, Cut](), dict[str, int]()
     for name, style in chosen.items():
         if isinstance(style, Shared):
             cut = _gathered(model, name, style, sizes, on.size)
             gathered |= {} if cut is None else {name: cut}
             continue
+        if isinstance(style, Whole):
+            if style.spread is not None:
+                spreads[name] = unit_of(style.spread, model.get_submodule(name.rpartition(".")[0]), name)
+            continue
         with _named(name):
             if isinstance(style, Experts):
                 cuts_of(model.get_submodule(name), _experts_unit(model, name, style), on.size)
-            elif not isinstance(style, Whole):
+            else:
                 _refuse_uncut(model, name, style, sizes[name], on.size)
     tied = _tied(model, chosen, sizes)
     shards: dict[int, list[tuple[Sharded, str]]] = {}  # of what is tied, and who holds it
@@ -69,11 +73,12 @@ def parallelize(
         if isinstance(style, Shared):
             if name in gathered:
                 gather_for(layer, gathered[name], on.name)
-            sum_gradients(layer, on.name)
+            if any(True for _ in layer.parameters()):  # activations seldom have any
+                sum_gradients(layer, on.name)
             continue
         if isinstance(style, Whole):
-            if style.spread is not None:
-                spread(layer, unit_of(style.spread, around, name), on.name)
+            if name in spreads:
+                spread(layer, spreads[name], on.name)
             continue
         if isinstance(style, Slice):
             slice_parameter(around, child, _cut_of_slice(sizes[name], on.size), on.name)
@@ -93,7 +98,7 @@ def parallelize(
         setattr(around, child, made.train(layer.training))
         if isinstance(style, Column):
             for attribute in style.counts:
-                _count_own(around, attribute, sizes[name].number, on)
+                count_own(around, attribute, sizes[name].number, on)
     return model
 
 
@@ -114,15 +119,18 @@ def _gathered(model: torch.nn.Module, name: str, style: Shared, sizes: Mapping[s
     layer = model.get_submodule(name)
     unit = None if style.unit is None else unit_of(style.unit, model.get_submodule(name.rpartition(".")[0]), name)
     other = None if style.gathered is None else sizes.get(beside(name, style.gathered))
-    all_of_it = None if other is None else sum(other.parts)
-    if all(one.numel() == unit for one in layer.parameters()):
+    columns = None if other is None else sum(other.parts)
+    shapes = {f"{name}.{own}": list(one.shape) for own, one in layer.named_parameters()}
+    if not shapes and isinstance(layer, (torch.nn.LayerNorm, torch.nn.RMSNorm)):  # without parameters
+        shapes = {name: list(layer.normalized_shape)}
+    if all(math.prod(shape) == unit for shape in shapes.values()):
         return None
-    if other is not None and all(list(one.shape) == [all_of_it] for one in layer.parameters()):
+    if other is not None and all(shape == [columns] for shape in shapes.values()):
         return Cut.of("a norm over all", 0, other.parts, other.units, ranks)
-    own, parameter = next((own, one) for own, one in layer.named_parameters() if one.numel() != unit)
-    also = "" if other is None else f", or all {all_of_it} in one dimension"
+    own, shape = next((own, shape) for own, shape in shapes.items() if math.prod(shape) != unit)
+    also = "" if other is None else f", or {[columns]} of all heads"
     must = f"of {unit}{also}: ranks hold whole heads, and no rank has what a norm over all of them needs"
-    raise InvalidArgument(argument=f"{name}.{own}", was=f"of {parameter.numel()} elements", must=must)
+    raise InvalidArgument(argument=own, was=f"of {math.prod(shape)} elements", must=must)
 
 
 def _experts_unit(model: torch.nn.Module, name: str, style: Experts) -> int:
@@ -150,19 +158,6 @@ def _refuse_uncut(
     Cut.of("out_features" if column else "in_features", 0 if column else 1, sizes.parts, sizes.units, ranks)
 
 
-def _count_own(around: torch.nn.Module, attribute: str, count: int, on: Group) -> None:
-    """An attribute that counts heads, or what comes with them, tells of those of this rank."""
-    holder: Any = around
-    if attribute.startswith("config."):
-        attribute = attribute.removeprefix("config.")
-        holder = copy.copy(around.config)  # that of the model is the model's
-        setattr(around, "config", holder)  # noqa: B010
-    value = getattr(holder, attribute, None)
-    if isinstance(value, int) and value % count == 0:
-        unit = value // count
-        setattr(holder, attribute, Cut.of(attribute, 0, (value,), (unit,), on.size).sizes(on.rank)[0])
-
-
 def _refuse_computed(layer: torch.nn.Module) -> None:
     """What makes a weight anew before each call (pruning, weight_norm) does not know of shards."""
     if not isinstance(layer._parameters.get("weight"), torch.nn.Parameter):
@@ -175,7 +170,11 @@ def _chosen(model: torch.nn.Module, plan: Mapping[str, Style]) -> dict[str, Styl
         if not isinstance(style, Style):
             must = "a ut.nn.Column, Row, Vocabulary, Experts, Slice, Shared or Whole"
             raise InvalidArgument(argument=f"plan[{pattern!r}]", was=repr(style), must=must)
-    matches = {pattern: _matched(model, pattern, style) for pattern, style in plan.items()}
+    matches: dict[str, list[str]] = {}
+    whole = set[str]()  # by an earlier pattern, so that a later one matches nothing there
+    for pattern, style in plan.items():
+        matches[pattern] = [name for name in _matched(model, pattern, style) if name not in whole]
+        whole |= set(matches[pattern]) if isinstance(style, Whole) else set()
     found: dict[str, Style] = {}
     for pattern, style in plan.items():
         if not matches[pattern]:
@@ -245,7 +244,9 @@ def _tied(model: torch.nn.Module, chosen: Mapping[str, Style], sizes: Mapping[st
                         "a weight of its own, or one that all its holders cut by rows alike: name each in the plan"
                         " (ut.nn.Vocabulary, ut.nn.Column), leave all out of it, or untie it"
                     )
-                raise InvalidArgument(argument=f"{name}.{own}", was=f"shared by {', '.join(shared)}", must=must)
+                raise InvalidArgument(
+                    argument=f"{name}.{own}".rstrip("."), was=f"shared by {', '.join(shared)}", must=must
+                )
             found.add(id(parameter))
     return found
 

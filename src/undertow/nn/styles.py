@@ -25,9 +25,9 @@ class Column:
 
     `sections`: the units of layers that are held as one, side by side (queries, keys and values): each is cut for
     itself. `like`: cut in as many units as the first of these that is there, where one is. `counts`: attributes around
-    the layer that tell how many units there are, or a multiple of it, become this rank's; those of its `config` in a
-    copy. `beside`: none where no module of this name stands beside it. `all_named`: the plan must name all that has
-    parameters beside it, too, as one for models that its author does not know must.
+    the layer that tell how many units there are, or a multiple of it, become this rank's; those of its `config` only as
+    that module sees it. `beside`: none where no module of this name stands beside it. `all_named`: the plan must name
+    all that has parameters beside it, too, as one for models that its author does not know must.
     """
 
     unit: Unit = 1
@@ -116,6 +116,7 @@ _KEYS = ("k_proj", "kv_b_proj", "qkv_proj")
 
 TRANSFORMER: Mapping[str, Style] = {
     "*.linear_attn.*": Whole(optional=True),
+    "*.vision_tower.*": Whole(optional=True),
     "*.q_proj": Column(
         unit=("head_dim", "num_key_value_groups"), like=_KEYS, counts=("num_heads",), all_named=True,
         optional=("*.q_b_proj", "*.qkv_proj"),
@@ -134,6 +135,7 @@ TRANSFORMER: Mapping[str, Style] = {
     "*.kv_a_layernorm": Whole(optional=True),
     "*.q_a_proj": Whole(optional=True),
     "*.q_a_layernorm": Whole(optional=True),
+    "*.self_attn.indexer": Whole(optional=True),
     "*.o_proj": Row(unit=("head_dim", "num_key_value_groups"), like=_KEYS),
     "*.self_attn.gate_proj": Column(like=_KEYS, optional=True),
     "*.sinks": Slice(like=_KEYS, optional=True),

@@ -27,13 +27,14 @@ from .sharded import Cut
 class _Gathered:
     cut: Cut
     group: str
+    rank: int
 
     def before(self, _: torch.nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         x, *others = arguments
         return held_by_all(gather_columns(x, self.cut, self.group), self.group), *others
 
     def after(self, _: torch.nn.Module, __: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
-        start, stop = self.cut.bounds(0, named(self.group).rank)
+        start, stop = self.cut.bounds(0, self.rank)
         return y[..., start:stop].contiguous()
 
 
@@ -49,7 +50,7 @@ class _Spread:
 
 def gather_for(layer: torch.nn.Module, cut: Cut, group: str) -> None:
     """`layer` sees the columns of all ranks, and gives those of this one."""
-    gathered = _Gathered(cut, group)
+    gathered = _Gathered(cut, group, named(group).rank)
     layer.register_forward_pre_hook(gathered.before)
     layer.register_forward_hook(gathered.after)
 
