@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from architectures import COMPUTED_HEAD_DIM, EXPERTS, NOTHING_AT_RANDOM, SIZES
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import undertow as ut
 from undertow.errors import UndertowError
@@ -27,8 +27,11 @@ def built(name: str, options: Mapping[str, Any]) -> Any:
     if kind == "falcon":
         given["num_kv_heads"] = options.get("num_kv_heads", 6)
         del given["num_key_value_heads"]
+    kinds = AutoModelForCausalLM
+    if "vision_config" in options:
+        given, kinds = dict(options), AutoModelForImageTextToText
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **given))
+    model = kinds.from_config(AutoConfig.for_model(kind, **given))
     chance = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for own, one in model.named_parameters():

@@ -46,6 +46,23 @@ IN_TURN = {
 }  # fmt: skip
 MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "shared_intermediate_size": 40}
 
+VISION: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "depth": 2, "num_attention_heads": 4,
+    "num_heads": 4, "head_dim": 8, "embed_dim": 32, "out_hidden_size": 48, "patch_size": 4, "image_size": 16,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0], "projection_dim": 32,
+}  # fmt: skip
+OF_THREE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+
+
+def _seeing(text: dict[str, Any], **vision: Any) -> dict[str, Any]:
+    """A model that sees, of which text alone is asked."""
+    return {
+        "text_config": {**SIZES, **EXPERTS, **NOTHING_AT_RANDOM, **text}, "vision_config": {**VISION, **vision},
+        "image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93,
+        "image_token_index": 90, "mm_tokens_per_image": 4,
+    }  # fmt: skip
+
+
 RIGHT: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama, biases, tied": {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -115,6 +132,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "minicpm3": {**LATENT, "head_dim": 16},
     "minimax": {},
     "minimax_m2": {},
+    "minimax_m3_vl_text": {},
     "ministral": {},
     "ministral3": {},
     "mistral": {},
@@ -140,6 +158,12 @@ RIGHT: dict[str, dict[str, Any]] = {
     "stablelm": {},
     "vaultgemma": {},
     "youtu": LATENT,
+    "gemma3": _seeing({}),
+    "llava": _seeing({"model_type": "llama"}, model_type="clip_vision_model"),
+    "mistral3": _seeing({"model_type": "mistral"}, model_type="pixtral"),
+    "qwen2_5_vl": _seeing(OF_THREE),
+    "qwen3_vl": _seeing(OF_THREE),
+    "qwen3_vl_moe": _seeing(OF_THREE),
 }  # fmt: skip
 
 
@@ -183,6 +207,15 @@ BY_OTHERS: dict[str, tuple[dict[str, Any], Mapping[str, Style]]] = {
         _without("*.experts"),
     ),
     "nanochat": ({}, {**_PLAIN, **_FC}),
+    "nemotron_h": (
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "moe"], "mamba_num_heads": 6, "mamba_head_dim": 16,
+            "ssm_state_size": 8, "n_groups": 1, "moe_shared_expert_intermediate_size": 40,
+        },
+        {
+            **ut.nn.TRANSFORMER, "*.embeddings": ut.nn.Vocabulary(), "lm_head": ut.nn.Column(gather_output=True),
+        },
+    ),
     "phi": (
         {},
         {
@@ -230,6 +263,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "phi": ({}, _NAMES),
     "stablelm, norms": ({"qk_layernorm": True}, f"q_layernorm {_UNNAMED}"),
     "starcoder2": ({}, _NAMES),
+    "zamba2": (
+        {
+            "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 6,
+            "num_mem_blocks": 1, "n_mamba_heads": 6, "mamba_headdim": 16, "mamba_ngroups": 1, "mamba_d_state": 8,
+        },
+        "gate_up_proj_adapter_list is left out of a plan",
+    ),
 }  # fmt: skip
 COMPUTED_HEAD_DIM = (
     "biogpt", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "opt", "phi", "stablelm",

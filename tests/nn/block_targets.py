@@ -64,6 +64,9 @@ def as_whole() -> bool:
     for one in plain.parameters():
         torch.nn.init.normal_(one)
     cut: Any = ut.nn.parallelize(copy.deepcopy(plain), PLAN, strategy=STRATEGY)
+    ut.nn.parallelize(
+        cut, {"*.mqa": ut.nn.Whole(spread="shared")}
+    )  # once more: as often as it is said, it is done once
     mine = (4, 2)[group.rank]
     assert cut[0].scales.shape == (mine,)
     assert (cut[0].config.heads, cut[0].keys) == (mine, mine // GROUPS)

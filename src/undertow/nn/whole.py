@@ -49,12 +49,14 @@ class _Spread:
 
 
 def gather_for(layer: torch.nn.Module, cut: Cut, group: str) -> None:
-    """`layer` sees the columns of all ranks, and gives those of this one."""
-    gathered = _Gathered(cut, group, named(group).rank)
-    layer.register_forward_pre_hook(gathered.before)
-    layer.register_forward_hook(gathered.after)
+    """`layer` sees the columns of all ranks, and gives those of this one. Once, however often it is asked for."""
+    if not any(isinstance(getattr(hook, "__self__", None), _Gathered) for hook in layer._forward_hooks.values()):
+        gathered = _Gathered(cut, group, named(group).rank)
+        layer.register_forward_pre_hook(gathered.before)
+        layer.register_forward_hook(gathered.after)
 
 
 def spread(layer: torch.nn.Module, columns: int, group: str) -> None:
-    """Gradients of the last `columns` of what `layer` gives are summed over ranks."""
-    layer.register_forward_hook(_Spread(columns, group))
+    """Gradients of the last `columns` of what `layer` gives are summed over ranks. Once, too."""
+    if not any(isinstance(hook, _Spread) for hook in layer._forward_hooks.values()):
+        layer.register_forward_hook(_Spread(columns, group))
