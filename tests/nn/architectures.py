@@ -216,6 +216,13 @@ BY_OTHERS: dict[str, tuple[dict[str, Any], Mapping[str, Style]]] = {
             **ut.nn.TRANSFORMER, "*.embeddings": ut.nn.Vocabulary(), "lm_head": ut.nn.Column(gather_output=True),
         },
     ),
+    "opt": (
+        {"ffn_dim": 96, "word_embed_proj_dim": 48},
+        {
+            "*.q_proj": ut.nn.Column(unit="head_dim", counts=("num_heads",)), "*.k_proj": ut.nn.Column(unit="head_dim"),
+            "*.v_proj": ut.nn.Column(unit="head_dim"), "*.out_proj": ut.nn.Row(unit="head_dim"), **_FC,
+        },
+    ),
     "phi": (
         {},
         {

@@ -7,7 +7,7 @@ that its author does not know must therefore name all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -120,6 +120,7 @@ def _shares(number: int, ranks: int) -> list[Fraction]:
 
 def refuse_unnamed(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
     """What the plan says nothing of, beside layers that want all named."""
+    around_others = {prefix for name in chosen for prefix in _prefixes(name)}
     for name, style in chosen.items():
         if not isinstance(style, Column) or not style.all_named:
             continue
@@ -131,15 +132,20 @@ def refuse_unnamed(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
                 _refuse_unnamed(f"{parent}.{own}", name, must)
         for own, child in around.named_children():
             inside = f"{parent}.{own}"
-            known = (
-                inside in chosen or isinstance(child, Sharded) or any(one.startswith(f"{inside}.") for one in chosen)
-            )
+            known = inside in chosen or inside in around_others or isinstance(child, Sharded)
             if not known and any(True for _ in child.parameters()):
                 must = (
                     "ut.nn.Shared for one that sees heads of this rank, ut.nn.Whole for one that sees what all ranks"
                     " have, ut.nn.Column or Row for one that is cut with them"
                 )
                 _refuse_unnamed(inside, name, must)
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Of the modules around it."""
+    parts = name.split(".")
+    for end in range(1, len(parts)):
+        yield ".".join(parts[:end])
 
 
 def _refuse_unnamed(name: str, cut: str, styles: str) -> None:
