@@ -1,7 +1,7 @@
 """A Hugging Face model over several ranks: one call, and it generates. Needs `pip install undertow[hf]`.
 
 undertow run -n 2 --device cpu examples/tensor_parallel_llama.py
-undertow run -n 2 --device cpu examples/tensor_parallel_llama.py qwen3       # or mixtral, qwen3_moe
+undertow run -n 2 --device cpu examples/tensor_parallel_llama.py qwen3       # or mixtral, qwen3_moe, gpt_oss
 """
 
 import sys

@@ -149,6 +149,8 @@ def refusals() -> list[str]:
         {**whole, "*.scales": ut.nn.Slice(unit=4)},
         {"*": ut.nn.Whole(), **whole},
         {**whole, "*.mqa": ut.nn.Whole(spread="shared + other")},
+        {"*.o_proj": ut.nn.Row(all_named=True)},
+        {**whole, "*.o_proj": ut.nn.Row(unit=0)},
     ]
     said = []
     for plan in plans:

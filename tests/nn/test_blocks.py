@@ -38,6 +38,8 @@ def test_what_stands_beside_cut_layers() -> None:
             "a pattern of plan is '*.qkv', but must be one that matches a module; model.named_modules() lists them.",
             "attribute 'other' around 0.mqa is None, but must be a whole number: Attention has none of that name, so"
             " give the unit as a number.",
+            f"0.scales {beside.replace('qkv', 'o_proj')} ({styles['parameter']}); {leave}.",
+            "in_features of 0.o_proj is 24, but must be a multiple of 0, its unit.",
             "the embedding of 0 is Scaled whose rows depend on more than what is looked up, but must be a lookup, or"
             " what a forward makes of each row alone; a narrower pattern leaves it whole.",
         ]

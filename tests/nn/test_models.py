@@ -77,7 +77,7 @@ def test_a_model_learns_as_on_one_rank(architecture: str, steps: int) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mixtral", "qwen3_moe", "gpt_oss"])
 def test_the_example(architecture: str) -> None:
     script = Path(__file__).parents[2] / "examples" / "tensor_parallel_llama.py"
     command = [sys.executable, "-c", "from undertow.cli import main; main()", "run", "-n", "2", "--device", "cpu"]

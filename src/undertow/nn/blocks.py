@@ -16,6 +16,7 @@ import torch
 from ..errors import InvalidArgument
 from ..plan.plan import split
 from .sharded import Sharded
+from .slices import is_shard
 from .styles import Column, Row, Slice, Style, Unit, Vocabulary
 
 
@@ -70,25 +71,28 @@ def _sizes(
     model: torch.nn.Module, name: str, style: Column | Row | Vocabulary | Slice, like: tuple[str, int] | None
 ) -> Sizes:
     argument, size = _dimension(model, name, style)
+    argument = f"{argument} of {name}"
     if like is not None:
-        other, count = like
-        if size % count:
-            must = f"a multiple of {count}, the units of {other}"
-            raise InvalidArgument(argument=f"{argument} of {name}", was=str(size), must=must)
-        return Sizes((size,), (size // count,))
+        other, number = like
+        if size % number:
+            raise InvalidArgument(
+                argument=argument, was=str(size), must=f"a multiple of {number}, the units of {other}"
+            )
+        return Sizes((size,), (size // number,))
     around = model.get_submodule(name.rpartition(".")[0])
-    if isinstance(style, Column) and style.sections:
-        units = tuple(unit_of(one, around, name) for one in style.sections)
-        if size % sum(units):
-            must = f"a multiple of {sum(units)}, the units of its sections"
-            raise InvalidArgument(argument=f"{argument} of {name}", was=str(size), must=must)
-        return Sizes(tuple(size // sum(units) * one for one in units), units)
-    return Sizes((size,), (unit_of(style.unit, around, name),))
+    sections = style.sections if isinstance(style, Column) else ()
+    units = tuple(unit_of(one, around, name) for one in sections or (style.unit,))
+    together = sum(units)
+    if min(units) < 1 or size % together:
+        what = "the units of its sections" if sections else "its unit"
+        raise InvalidArgument(argument=argument, was=str(size), must=f"a multiple of {together}, {what}")
+    return Sizes(tuple(size // together * one for one in units), units)
 
 
 def _dimension(model: torch.nn.Module, name: str, style: Style) -> tuple[str, int]:
     if isinstance(style, Slice):
-        return "shape[0]", model.get_parameter(name).shape[0]
+        shape = model.get_parameter(name).shape
+        return "shape[0]", shape[0] if shape else 1
     layer = model.get_submodule(name)
     if isinstance(style, Vocabulary):
         assert isinstance(layer, torch.nn.Embedding), "what is chosen is no other"
@@ -122,16 +126,16 @@ def refuse_unnamed(model: torch.nn.Module, chosen: Mapping[str, Style]) -> None:
     """What the plan says nothing of, beside layers that want all named."""
     around_others = {prefix for name in chosen for prefix in _prefixes(name)}
     for name, style in chosen.items():
-        if not isinstance(style, Column) or not style.all_named:
+        if not isinstance(style, (Column, Row)) or not style.all_named:
             continue
-        parent = name.rpartition(".")[0]
-        around = model.get_submodule(parent)
+        around = model.get_submodule(name.rpartition(".")[0])
         for own, _ in around.named_parameters(recurse=False):
-            if f"{parent}.{own}" not in chosen:
+            inside = beside(name, own)
+            if inside not in chosen and not is_shard(model, inside):
                 must = "ut.nn.Slice for one with a part for each head, ut.nn.Whole for one that meets none of them"
-                _refuse_unnamed(f"{parent}.{own}", name, must)
+                _refuse_unnamed(inside, name, must)
         for own, child in around.named_children():
-            inside = f"{parent}.{own}"
+            inside = beside(name, own)
             known = inside in chosen or inside in around_others or isinstance(child, Sharded)
             if not known and any(True for _ in child.parameters()):
                 must = (

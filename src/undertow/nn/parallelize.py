@@ -26,7 +26,7 @@ from .held import carry_hooks, sum_gradients
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .parallel_experts import TensorParallelExperts, cuts_of
 from .sharded import Cut, Sharded, check_strategy
-from .slices import cuts_in, slice_parameter
+from .slices import is_shard, slice_parameter
 from .styles import Column, Experts, Optional, Row, Shared, Slice, Style, Vocabulary, Whole
 from .vocabulary import VocabularyParallelEmbedding, cut_of
 from .whole import gather_for, spread
@@ -200,18 +200,12 @@ def _matched(model: torch.nn.Module, pattern: str, style: Style) -> list[str]:
     left = (Sharded, torch.nn.ModuleList) if isinstance(style, Experts) else Sharded
     named = [name for name, module in model.named_modules() if name and not isinstance(module, left)]
     if isinstance(style, (Slice, Whole)):
-        own = [name for name, _ in model.named_parameters() if not _is_shard(model, name)]
+        own = [name for name, _ in model.named_parameters() if not is_shard(model, name)]
         named = own if isinstance(style, Slice) else [*named, *own]
     found = [name for name in named if fnmatch.fnmatchcase(name, pattern)]
     if isinstance(style, Column) and style.beside is not None:
         return [name for name in found if hasattr(model.get_submodule(name.rpartition(".")[0]), style.beside)]
     return found
-
-
-def _is_shard(model: torch.nn.Module, name: str) -> bool:
-    parent, _, own = name.rpartition(".")
-    held = cuts_in(model.get_submodule(parent))
-    return held is not None and own in held.cuts
 
 
 def _refuse_missing(pattern: str, optional: Optional, matches: Mapping[str, list[str]]) -> None:

@@ -31,6 +31,13 @@ def cuts_in(module: torch.nn.Module) -> Cuts | None:
     return found
 
 
+def is_shard(model: torch.nn.Module, name: str) -> bool:
+    """Whether the parameter of this name is one already."""
+    parent, _, own = name.rpartition(".")
+    held = cuts_in(model.get_submodule(parent))
+    return held is not None and own in held.cuts
+
+
 def slice_parameter(module: torch.nn.Module, name: str, cut: Cut, group: str) -> None:
     """This rank's part in the place of the whole."""
     held = module.__dict__.get(_SLICES)

@@ -43,13 +43,14 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """Cut by the inner dimension; the result is summed, or summed and scattered in the sequence-parallel form. `like`:
-    as of a `Column`."""
+    """Cut by the inner dimension; the result is summed, or summed and scattered in the sequence-parallel form. `like`
+    and `all_named`: as of a `Column`."""
 
     unit: Unit = 1
     sequence_parallel: bool = False
     optional: Optional = False
     like: Names = ()
+    all_named: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,13 @@ TRANSFORMER: Mapping[str, Style] = {
     "*.q_a_proj": Whole(optional=True),
     "*.q_a_layernorm": Whole(optional=True),
     "*.self_attn.indexer": Whole(optional=True),
-    "*.o_proj": Row(unit=("head_dim", "num_key_value_groups"), like=_KEYS),
+    "*.o_proj": Row(unit=("head_dim", "num_key_value_groups"), like=_KEYS, all_named=True),
     "*.self_attn.gate_proj": Column(like=_KEYS, optional=True),
     "*.sinks": Slice(like=_KEYS, optional=True),
     "*.gate_proj": Column(optional=True),
     "*.up_proj": Column(all_named=True, optional=("*.experts", "*.gate_up_proj")),
     "*.gate_up_proj": Column(sections=(1, 1), all_named=True, optional=True, beside="down_proj"),
-    "*.down_proj": Row(optional="*.experts"),
+    "*.down_proj": Row(all_named=True, optional="*.experts"),
     "*.experts": Experts(optional="*.down_proj"),
     "*.mlp.act_fn": Shared(optional=True),
     "*.self_attn.q_norm": Shared(unit="head_dim", optional=True, gathered="q_proj"),
