@@ -122,11 +122,14 @@ class Scaled(torch.nn.Embedding):
 def scaled_embedding(sequence_parallel: bool) -> bool:
     group = same()
     plain = torch.nn.Sequential(Scaled())
+    seen: list[int] = []
+    plain[0].register_forward_hook(lambda *_: seen.append(1))
     model = ut.nn.parallelize(copy.deepcopy(plain), {"0": ut.nn.Vocabulary(sequence_parallel=sequence_parallel)})
     ids = torch.tensor([6, 0, 5, 3, 3])
     want = plain(ids)
     (want * want.detach()).sum().backward()
     got = model(ids)
+    assert len(seen) == 2, "once for each model"
     whole = want.detach()
     (got * (whole.tensor_split(group.size)[group.rank] if sequence_parallel else whole)).sum().backward()
     torch.testing.assert_close(got, whole.tensor_split(group.size)[group.rank] if sequence_parallel else whole)

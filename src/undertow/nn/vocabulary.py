@@ -34,6 +34,7 @@ from ..fabric.registry import named
 from ..ops.operands import check_dtype
 from ..ops.rows_all_reduce import Tensors, rows_all_reduce
 from ..plan.plan import as_written, split
+from .held import carry_hooks
 from .sharded import Cut, Sharded
 
 if TYPE_CHECKING:
@@ -93,10 +94,7 @@ class VocabularyParallelEmbedding(Sharded):
         """One that makes something of the rows it finds, such as a multiple: for its forward, as `cut_of` takes it."""
         for name, one in whole.named_buffers(recurse=False):
             self.register_buffer(name, one, persistent=name not in whole._non_persistent_buffers_set)
-        inside = copy.copy(whole)  # in a tuple: no module of this one, whose parameters would count
-        inside._parameters = {"weight": torch.nn.Parameter(torch.empty(0, device="meta"))}
-        inside.padding_idx = None  # its rows are given, not looked up where they are
-        self._model = (inside,)
+        self._model = (_bare(whole),)  # in a tuple: no module of this one, whose parameters would count
 
     def forward(self, ids: torch.Tensor, rows: Sequence[int] | None = None) -> torch.Tensor:
         """ids [S, ...], of 32 or 64 bits, the same on all ranks -> [S, ..., H], or [S_r, ..., H].
@@ -177,6 +175,15 @@ _scatter.register_autograd(lambda ctx, dy: (_gather(dy, ctx.rows, ctx.group), No
 _gather.register_fake(lambda y, rows, group: y.new_empty(sum(rows), y.shape[1]))
 
 
+def _bare(embedding: torch.nn.Embedding) -> torch.nn.Embedding:
+    """For its forward alone: its rows are given, not looked up where they are; hooks are called where it stood."""
+    found = copy.copy(embedding)
+    found._parameters = {"weight": torch.nn.Parameter(torch.empty(0, device="meta"))}
+    found.padding_idx = None
+    carry_hooks(torch.nn.Module(), found)
+    return found
+
+
 def _made_of(embedding: torch.nn.Embedding, rows: torch.Tensor, buffers: dict[str, torch.Tensor]) -> torch.Tensor:
     """What the forward of one that adds to a lookup makes of rows [M, H]: they are its whole weight, all looked up."""
     every = torch.arange(len(rows), device=rows.device)
@@ -193,8 +200,7 @@ def _refuse_more_than_rows(embedding: torch.nn.Embedding) -> None:
     if not others:
         buffers = dict(embedding.named_buffers(recurse=False))
         device = next((one.device for one in buffers.values() if one.dim()), torch.device("cpu"))
-        inside = copy.copy(embedding)
-        inside.padding_idx = None
+        inside = _bare(embedding)
         rows = torch.linspace(-1, 1, 4 * embedding.embedding_dim, device=device).view(4, -1)
         try:
             made = _made_of(inside, rows, buffers)
