@@ -15,7 +15,9 @@ import undertow as ut
 from undertow.errors import UndertowError
 from undertow.nn.styles import Style
 
-NOISE = 1e-6  # of a gradient that is zero, but for rounding: a bias of keys adds the same to all that softmax compares
+# Gradients are compared with themselves, or with this share of the largest: that of a bias of keys, which adds the same
+# to all that a softmax compares, is zero but for rounding.
+LEAST = 1e-3
 
 
 def built(name: str, options: Mapping[str, Any]) -> Any:
@@ -98,7 +100,7 @@ def _gradients(plain: Any, model: Any) -> dict[str, float]:
     names = {name for name, _ in plain.named_parameters()}
     want, got = plain.state_dict(), ut.nn.full_state_dict(model)
     most = max(float(want[name].abs().max()) for name in names)
-    return {f"gradient of {name}": _error(want[name], got[name], NOISE * most) for name in names}
+    return {f"gradient of {name}": _error(want[name], got[name], LEAST * most) for name in names}
 
 
 def _error(want: torch.Tensor, got: torch.Tensor, least: float = 0.0) -> float:
