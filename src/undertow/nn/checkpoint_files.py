@@ -53,6 +53,7 @@ class _Part(NamedTuple):
     held: torch.Tensor
     shape: tuple[int, ...]
     take: Callable[[Any], torch.Tensor]
+    together: bool = False  # it is in no checkpoint in pieces
 
 
 def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> None:
@@ -67,7 +68,8 @@ def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, str
     seen = ""
     with _by_all(groups, "read"):
         weights = Weights(path)
-        found = [(stored.find(weights, part.keys, part.shape), part) for part in _parts(model, holders)]
+        parts = list(_parts(model, holders))
+        found = [(stored.find(weights, one.keys, one.shape, together=one.together), one) for one in parts]
         _refuse_others(model, found, weights, strict)
         seen = weights.digest
     with _by_all(groups, "read"):
@@ -98,7 +100,7 @@ def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, str
 
 def _parts(model: torch.nn.Module, holders: dict[int, list[Holder]]) -> Iterator[_Part]:
     state, shards = state_and_shards(model)
-    keys = _keys(state)
+    keys, together = _keys(state), stored.in_turn(model)
     for key, held in state.items():
         if not isinstance(held, torch.Tensor) or keys[id(held)][0] != key:
             continue
@@ -107,10 +109,11 @@ def _parts(model: torch.nn.Module, holders: dict[int, list[Holder]]) -> Iterator
         if id(held) not in holders:
             must = "a parameter or a buffer of a module, to be filled"
             raise InvalidArgument(argument=key, was="what a hook or a module's extra state tells of it", must=must)
+        in_one = id(held) in together
         if id(held) in shards:
-            yield _Part(keys[id(held)], held, shards[id(held)].whole_shape(held), shards[id(held)].take)
+            yield _Part(keys[id(held)], held, shards[id(held)].whole_shape(held), shards[id(held)].take, in_one)
         else:
-            yield _Part(keys[id(held)], held, tuple(held.shape), _all_of_it)
+            yield _Part(keys[id(held)], held, tuple(held.shape), _all_of_it, in_one)
     for prefix, bag in bags_of(model):
         for number, piece, take in bag.parts():
             table = bag.tables[number]
@@ -230,13 +233,14 @@ class _Whole(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     make: Callable[[], torch.Tensor]
+    together: bool = False  # it is written in one piece
 
 
 def _ways(wholes: Sequence[_Whole], like: str | os.PathLike[str] | None) -> Iterator[Stored]:
     """How each is written: as `like` has it, or as the model has it."""
     weights = None if like is None else Weights(like)
     for one in wholes:
-        found = None if weights is None else stored.find(weights, one.keys, one.shape)
+        found = None if weights is None else stored.find(weights, one.keys, one.shape, together=one.together)
         yield Stored(one.keys[:1]) if found is None else found
 
 
@@ -283,7 +287,7 @@ def _done(_: float) -> bool:
 def _wholes(model: torch.nn.Module) -> Iterator[_Whole]:
     """All that is written, in one order on all ranks."""
     state, shards = state_and_shards(model)
-    keys = _keys(state)
+    keys, together = _keys(state), stored.in_turn(model)
     for key, one in state.items():
         if not isinstance(one, torch.Tensor):
             get_logger().warning("%s is no tensor and is not written: full_state_dict has it.", key)
@@ -292,7 +296,8 @@ def _wholes(model: torch.nn.Module) -> Iterator[_Whole]:
                 was = "without memory" if one.is_meta else f"of layout {one.layout}"
                 raise InvalidArgument(argument=key, was=was, must="dense, and filled, to be written")
             shape = shards[id(one)].whole_shape(one) if id(one) in shards else tuple(one.shape)
-            yield _Whole(keys[id(one)], one.dtype, shape, partial(put_together, one, shards.get(id(one))))
+            make = partial(put_together, one, shards.get(id(one)))
+            yield _Whole(keys[id(one)], one.dtype, shape, make, id(one) in together)
     for prefix, bag in bags_of(model):
         dtype = getattr(torch, bag.layout.dtype)
         for number, (table, key) in enumerate(zip(bag.tables, bag.table_keys, strict=True)):

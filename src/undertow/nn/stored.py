@@ -4,6 +4,7 @@
     P                                      P
     *.mlp.*                                *.block_sparse_moe.*                 Mixtral
     *.experts.gate_up_proj  [E, 2 I, H]    *.experts.{e}.gate_proj.weight  [I, H], up_proj below it; or w1 and w3
+    *.experts.up_proj       [E, I, H]      *.experts.{e}.up_proj.weight    [I, H]; experts without gates
     *.experts.down_proj     [E, H, I]      *.experts.{e}.down_proj.weight  [H, I]; or w2
 
 The model's names count first. The others are how most models of experts are published, and how transformers 5 writes
@@ -18,11 +19,16 @@ from typing import NamedTuple
 import torch
 
 from ..errors import InvalidArgument
+from .parallel_experts import TensorParallelExperts
 from .weights_file import Weights
 
 _BLOCKS = (".mlp.", ".block_sparse_moe.")
 _EXPERTS = ".experts."
-_ONE_BY_ONE = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+_ONE_BY_ONE = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 _TOLD = 5  # names in an error
 
 
@@ -78,15 +84,25 @@ def _narrowed(some: Iterable[torch.Tensor], dim: int, start: int, length: int) -
         first += piece.shape[0]
 
 
-def find(weights: Weights, names: Sequence[str], shape: Sequence[int]) -> Stored | None:
+def in_turn(model: torch.nn.Module) -> set[int]:
+    """The tensors of experts that hold gates and ups in turn: those of one expert are not one below the other."""
+    found = set[int]()
+    for module in model.modules():
+        experts = module._model[0] if isinstance(module, TensorParallelExperts) else module
+        if not getattr(experts, "is_concatenated", True):
+            found |= {id(one) for one in module.parameters(recurse=False)}
+    return found
+
+
+def find(weights: Weights, names: Sequence[str], shape: Sequence[int], *, together: bool = False) -> Stored | None:
     """How a checkpoint has a tensor of this shape, whose model has it under each of `names`; None where it has none.
 
-    One that is there in part, or of another shape, is refused.
+    One that is there in part, or of another shape, is refused. `together`: it is not looked for in pieces.
     """
     for found in (Stored((other,)) for name in names for other in _named(name)):
         if found.names[0] in weights:
             return _checked(weights, found, shape)
-    for found in (one for name in names for one in _one_by_one(name, shape)):
+    for found in () if together else (one for name in names for one in _one_by_one(name, shape)):
         missing = [one for one in found.names if one not in weights]
         if not missing:
             return _checked(weights, found, shape)
