@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _leaving = False
 _groups: dict[str, Group] = {}
 _groups_lock = threading.RLock()
+_making: dict[str, threading.Lock] = {}  # by name: two threads make two groups in any order, as other ranks' may do
 _initialised_here = False
 _times_joined = 0
 
@@ -41,10 +42,10 @@ def init(deadline: float | None = None) -> Group:
             else:
                 dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1)
             _initialised_here = True
-        group = as_group(None, deadline=deadline)
-        if group.device.type == "cuda":
-            torch.cuda.set_device(group.device)
-        return group
+    group = as_group(None, deadline=deadline)
+    if group.device.type == "cuda":
+        torch.cuda.set_device(group.device)
+    return group
 
 
 def _prepare_cuda() -> None:
@@ -87,8 +88,11 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | str | None, deadlin
     if not dist.is_initialized():
         raise errors.NotInitialised(what="This call")
     process_group = _process_group_of(group)
+    name = process_group.group_name
     with _groups_lock:
-        known = _groups.get(process_group.group_name)
+        making = _making.setdefault(name, threading.Lock())
+    with making:  # and no other lock, as other ranks are waited for
+        known = _groups.get(name)
         if known is not None and known.process_group is process_group and not known.closed:
             if deadline is not None:
                 known.deadline = seconds_to_wait(deadline)
@@ -96,7 +100,8 @@ def as_group(group: Group | dist.ProcessGroup | DeviceMesh | str | None, deadlin
         if known is not None:
             known.close()  # torch.distributed was torn down and made again under the same name
         made = Group(process_group, default_device(dist.get_rank()), seconds_to_wait(deadline))
-        _groups[process_group.group_name] = made
+        with _groups_lock:
+            _groups[name] = made
         made.when_closed = _forget
         _leave_at_exit()
         return made
