@@ -60,6 +60,20 @@ def shares_of(name: str, rows: Sequence[int] | None, size: int, whole: int) -> l
     return counts
 
 
+def agreed_rows(said: list[list[int]]) -> list[list[int]]:
+    """Rows from each rank to each, where every rank said first what it sends to each, then what it expects of each."""
+    size = len(said)
+    for source, row in enumerate(said):
+        for to in range(size):
+            if row[to] != said[to][size + source]:
+                was, must = (
+                    f"{row[to]} on rank {source} for rank {to}",
+                    f"{said[to][size + source]}, as rank {to} expects",
+                )
+                raise InvalidArgument(argument="rows", was=was, must=must)
+    return [row[:size] for row in said]
+
+
 def check_root(root: int, on: Group) -> None:
     if not 0 <= root < on.size:
         raise InvalidArgument(argument="root", was=root, must=f"between 0 and {on.size - 1}")

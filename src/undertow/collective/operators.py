@@ -32,6 +32,7 @@ from ..fabric.placement import Placement
 from ..fabric.registry import as_group
 from . import repeated, tables
 from .arguments import (
+    agreed_rows,
     check_operation,
     check_program,
     check_root,
@@ -144,10 +145,15 @@ def all_to_all(
     *,
     out: torch.Tensor | None = None,
     rows: Sequence[int] | None = None,
+    arriving: Sequence[int] | None = None,
     group: AnyGroup = None,
     program: Program | None = None,
 ) -> torch.Tensor:
-    """out = what every rank has for this one, in rank order. `rows[d]`: rows for rank d; None: equal parts."""
+    """out = what every rank has for this one, in rank order. `rows[d]`: rows for rank d; None: equal parts.
+
+    `arriving[s]`, beside `rows` and on all ranks or none: rows that rank s must have for this one, or all ranks are
+    told who disagrees.
+    """
     on = as_group(group)
     check_tensor("tensor", tensor, on, matrix=True)
     if rows is None and tensor.shape[0] % on.size:
@@ -159,8 +165,11 @@ def all_to_all(
         raise InvalidArgument(argument="rows", was=mine, must=must)
     table = [mine] * on.size
     if rows is not None:  # everybody's, as everybody must run the same number of iterations
-        said = all_gather(torch.tensor(mine, dtype=torch.int64, device=on.device), group=on)
-        table = [[int(one) for one in row] for row in said.view(on.size, on.size)]
+        told = [*mine, *(int(one) for one in arriving or ())]
+        said = all_gather(torch.tensor(told, dtype=torch.int64, device=on.device), group=on)
+        table = [[int(one) for one in row] for row in said.view(on.size, -1)]
+        if arriving is not None:
+            table = agreed_rows(table)
     width = row_width(tensor)
     result = output(out, tensor, (sum(row[on.rank] for row in table), *tensor.shape[1:]))
     _run("all_to_all", on, tensor, result, [count * width for row in table for count in row], "sum", program)

@@ -66,7 +66,12 @@ def scatter(out: torch.Tensor, parts: Sequence[torch.Tensor], root: int, group: 
 
 def all_to_all(outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor], group: Group) -> None:
     flat = outputs[0].new_empty(sum(one.numel() for one in outputs))
-    operators.all_to_all(_joined(parts), out=flat, rows=[one.numel() for one in parts], group=group)
+    if len(outputs) != group.size:
+        raise InvalidArgument(
+            argument="outputs", was=f"{len(outputs)} tensors", must=f"one for each of {group.size} ranks"
+        )
+    rows, arriving = [one.numel() for one in parts], [one.numel() for one in outputs]
+    operators.all_to_all(_joined(parts), out=flat, rows=rows, arriving=arriving, group=group)
     _spread(flat, outputs)
 
 
@@ -74,18 +79,31 @@ def all_to_all_single(
     out: torch.Tensor, tensor: torch.Tensor, to: Sequence[int], by: Sequence[int], group: Group
 ) -> None:
     """`by` and `to` count rows of the input and the output for each rank; both empty: equal parts on all ranks."""
-    flat = _flat(out)
     if not to and not by:
+        flat = _flat(out)
         if tensor.numel() % group.size:
             must = f"a multiple of the {group.size} ranks"
             raise InvalidArgument(argument="input", was=f"of {tensor.numel()} elements", must=must)
         operators.all_to_all(tensor.reshape(-1), out=flat, group=group)
     else:
-        rows, width = tensor.shape[0], prod(tensor.shape[1:])
-        counts = list(by) or [rows // group.size] * group.size
-        given = tensor.reshape(rows, width)
-        operators.all_to_all(given, out=flat.view(out.shape[0], width), rows=counts, group=group)
+        if tensor.dim() == 0 or tensor.shape[1:] != out.shape[1:]:
+            must = f"rows like those of output, which is {list(out.shape)}"
+            raise InvalidArgument(argument="input", was=list(tensor.shape), must=must)
+        rows = _splits("input_split_sizes", by, tensor.shape[0], group.size)
+        arriving = _splits("output_split_sizes", to, out.shape[0], group.size)
+        flat, width = _flat(out), prod(tensor.shape[1:])
+        given, place = tensor.reshape(len(tensor), width), flat.view(len(out), width)
+        operators.all_to_all(given, out=place, rows=rows, arriving=arriving, group=group)
     _write_back(out, flat)
+
+
+def _splits(name: str, splits: Sequence[int], rows: int, ranks: int) -> list[int]:
+    """Rows for each rank: those given, or equal parts."""
+    counts = [int(one) for one in splits] or [rows // ranks] * ranks
+    if len(counts) != ranks or min(counts) < 0 or sum(counts) != rows:
+        was = counts if splits else "not given"
+        raise InvalidArgument(argument=name, was=was, must=f"{ranks} numbers that add up to the {rows} rows")
+    return counts
 
 
 def _flat(out: torch.Tensor) -> torch.Tensor:
