@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +19,8 @@ from torch.distributed import distributed_c10d as c10d
 
 import undertow.torch_backend  # noqa: F401  # registers it
 from undertow.errors import UndertowError
+from undertow.fabric import registry
+from undertow.fabric.group import Group
 from undertow.torch_backend import fallback
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
@@ -178,6 +183,13 @@ def all_to_alls() -> list[str]:
         dist.all_to_all(outputs, [torch.full((count, 2), float(rank)) for count in table[rank]])
         for one, tensor in enumerate(outputs):
             found.expect("lists", tensor, torch.full((table[one][rank], 2), float(one)))
+        try:  # as many rows in all, but not from each
+            dist.all_to_all_single(torch.empty(2 * size), torch.empty(2 * size), [1, 3] + [2] * (size - 2), [2] * size)
+        except UndertowError as error:
+            expected = "rows is 2 on rank 0 for rank 0, but must be 1, as rank 0 expects."
+            found.expect("splits that disagree", str(error), expected)
+        else:
+            found.wrong.append("splits that disagree are not refused")
         found.expect("fallbacks", said, [])
         return found.wrong
 
@@ -208,6 +220,19 @@ def what_falls_back() -> tuple[list[str], list[str]]:
         short = torch.ones(3)
         dist.group.WORLD.allreduce(short).wait()
         found.expect("short form", short, torch.full((3,), float(size)))
+        named = torch.tensor([float(rank), -float(rank)])
+        dist.group.WORLD.allreduce(named, op=dist.ReduceOp.MAX).wait()
+        found.expect("short form, by name", named, torch.tensor([size - 1.0, 0.0]))
+        memory = torch.zeros(7)
+        gaps = memory[::2]
+        gaps.fill_(rank + 1.0)
+        dist.all_reduce(gaps, op=dist.ReduceOp.PRODUCT)
+        product = float(torch.arange(1, size + 1).prod())
+        found.expect("product, and between the gaps", memory, torch.tensor([product, 0.0] * 3 + [product]))
+        small = torch.full((3,), 200, dtype=torch.int16)
+        work = dist.all_reduce(small, op=dist.ReduceOp.PRODUCT, async_op=True)
+        (small,) = work.get_future().then(lambda done: done.value()).wait()
+        found.expect("product of int16", small, torch.full((3,), 200**size).to(torch.int16))
         objects: list[Any] = [None] * size
         dist.all_gather_object(objects, {"rank": rank, "text": "x" * rank})
         found.expect("objects", objects, [{"rank": one, "text": "x" * one} for one in range(size)])
@@ -236,6 +261,16 @@ def handles() -> list[str]:
         found.expect("future", result, reduced(size, 9, torch.float32, "sum"))
         twice = dist.all_reduce(tensor, async_op=True).get_future().then(lambda done: done.value()[0] * 2).wait()
         found.expect("then", twice, reduced(size, 9, torch.float32, "sum") * size * 2)
+        sums = data(rank, 9)
+
+        def again(_: object) -> object:
+            return dist.all_reduce(sums, async_op=True).get_future().then(lambda _: None).wait()
+
+        dist.all_reduce(sums, async_op=True).get_future().then(again).wait()  # as PowerSGD does
+        found.expect("a callback that waits for another", sums, reduced(size, 9, torch.float32, "sum") * size)
+        for seconds, set_timeout in ((8, c10d._set_pg_timeout), (7, dist.group.WORLD.set_timeout)):
+            set_timeout(timedelta(seconds=seconds))
+            found.expect("a new timeout", dist.group.WORLD.undertow.deadline, float(seconds))
         work, limit = dist.all_reduce(tensor, async_op=True), time.monotonic() + 20
         while not work.is_completed() and time.monotonic() < limit:
             time.sleep(0.001)
@@ -314,7 +349,33 @@ def sub_groups() -> list[str]:
         found.expect("mesh", tensor, torch.full((2,), 2.0))
         dist.destroy_process_group(mine)
         dist.all_reduce(tensor)
+        found.expect("two threads", in_crossed_order(members), [2.0, 2.0])
         return found.wrong
+
+
+def in_crossed_order(members: list[int]) -> list[float]:
+    """Two groups whose first calls are on two threads: each rank begins with another group."""
+    patience = timedelta(seconds=20)
+    groups = [dist.new_group(members, patience, use_local_synchronization=True) for _ in range(2)]
+    begun = {group.group_name: threading.Event() for group in groups}
+    sums = [torch.ones(1) for _ in groups]
+
+    class Told(Group):
+        def __init__(self, process_group: dist.ProcessGroup, *others: Any) -> None:
+            begun[process_group.group_name].set()
+            super().__init__(process_group, *others)
+
+    with mock.patch.object(registry, "Group", Told):
+        threads = []
+        for place in sorted(range(2), key=lambda place: (place + dist.get_rank()) % 2):
+            threads.append(
+                threading.Thread(target=dist.all_reduce, args=(sums[place],), kwargs={"group": groups[place]})
+            )
+            threads[-1].start()
+            begun[groups[place].group_name].wait(20)
+        for thread in threads:
+            thread.join()
+    return [float(one) for one in sums]
 
 
 def made_again() -> list[bool]:
@@ -345,8 +406,6 @@ def lost_rank() -> tuple[str, float]:
 
 def late_rank() -> str:
     """Rank 1 does not come: the deadline of the group is torch's timeout."""
-    from datetime import timedelta
-
     dist.init_process_group("undertow", timeout=timedelta(seconds=2))
     tensor = torch.ones(10)
     dist.all_reduce(tensor)
@@ -362,8 +421,6 @@ def late_rank() -> str:
 
 def limited_wait() -> str:
     """A wait with a limit of its own ends; the call goes on and is right."""
-    from datetime import timedelta
-
     with world() as (rank, size):
         tensor, said = torch.ones(5), ""
         dist.all_reduce(torch.ones(5))  # ranks compare the first call of a kind, and wait for each other there

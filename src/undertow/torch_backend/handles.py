@@ -3,7 +3,8 @@
 On the CPU a group has one queue. Its oldest call runs next, on whichever thread comes first: the queue's own, which
 lets asynchronous calls proceed while the caller computes, or one that waits for a call and then need not wait for a
 thread to wake up. Most callers wait at once (functional collectives do), so the queue's thread leaves them a moment to
-come, unless somebody has asked for a future, and so will not. A blocking call runs at once on its caller's thread,
+come, unless somebody has asked for a future, and so will not. A callback of a future may wait for a further call, so
+while the queue's thread is in one, another stands in for it. A blocking call runs at once on its caller's thread,
 after whatever was queued before it. So the calls of a group run one at a time and in the order in which they were made,
 as they do on every other rank.
 
@@ -110,11 +111,18 @@ class CpuHandle(_Handle):
 
     def tell(self) -> None:
         """Settle the future, if there is one, without the queue's turn: whoever holds it may then make another call."""
+        future = self.claim()
+        if future is not None:
+            self.settle(future)
+
+    def claim(self) -> torch.futures.Future[list[torch.Tensor]] | None:
+        """The future, if there is one that nobody settles yet: whoever gets it must."""
         with self._queue.futures:
-            future, told = self._future, self._told
-            self._told = told or future is not None
-        if future is None or told:
-            return
+            future = None if self._told else self._future
+            self._told = self._told or future is not None
+        return future
+
+    def settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if self._error is None:
             future.set_result(self._outputs)
         elif isinstance(self._error, Exception):
@@ -133,7 +141,9 @@ class Queue:
         self._added: SimpleQueue[None] = SimpleQueue()
         self._calm = threading.Lock()  # locked while the thread may leave callers their moment
         self._calm.acquire()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
+        self._free = 0  # of them: not in a callback, which may wait for a call that is yet to run
+        self._staff = threading.Lock()
         self._closed = False
         self.futures = threading.Lock()
 
@@ -144,9 +154,8 @@ class Queue:
         if blocking:
             handle.wait()
         else:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=f"undertow-{self._name}", daemon=True)
-                self._thread.start()
+            with self._staff:
+                self._hire()
             self._added.put(None)
         return handle
 
@@ -168,27 +177,57 @@ class Queue:
             self._calm.release()
 
     def close(self) -> None:
-        """End the thread. Calls that nobody waited for are run first."""
+        """End the threads. Calls that nobody waited for are run first."""
         self._closed = True
-        self._added.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        for _ in self._threads:
+            self._added.put(None)
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _hire(self) -> None:
+        """See that a thread is there for what is queued. Under `_staff`."""
+        if self._free == 0:
+            self._free = 1
+            self._added.put(None)
+            thread = threading.Thread(target=self._serve, name=f"undertow-{self._name}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     def _serve(self) -> None:
         while not self._closed or self._waiting:
             self._added.get()
-            if self._waiting:
+            while self._waiting:
                 self._calm.acquire(timeout=_MOMENT)
-            self._run_one()
+                handle = self._run_oldest()
+                future = handle.claim() if handle is not None else None
+                if handle is not None and future is not None:
+                    self._settle(handle, future)
+
+    def _settle(self, handle: CpuHandle, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        """Callbacks may wait for further calls of this group, so another thread stands in for this one meanwhile."""
+        with self._staff:
+            self._free -= 1
+            if self._waiting:
+                self._hire()
+        try:
+            handle.settle(future)
+        finally:
+            with self._staff:
+                self._free += 1
 
     def _run_one(self) -> None:
-        handle = None
-        with self._turn:
-            if self._waiting:
-                handle = self._waiting.popleft()
-                handle.run()
+        handle = self._run_oldest()
         if handle is not None:
             handle.tell()
+
+    def _run_oldest(self) -> CpuHandle | None:
+        with self._turn:
+            if not self._waiting:
+                return None
+            handle = self._waiting.popleft()
+            handle.run()
+            return handle
 
 
 class CudaHandle(_Handle):
@@ -295,3 +334,45 @@ class Several(_Handle):
 
     def get_future(self) -> torch.futures.Future[Any]:
         return torch.futures.collect_all([work.get_future() for work in self._works])
+
+
+class CopiedBack(_Handle):
+    """A call of another backend on copies: what it wrote there is copied to the tensors themselves (`places`, each with
+    its copy) once, by whoever sees first that it is over."""
+
+    def __init__(self, what: str, work: dist.Work, places: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__(what, [place for place, _ in places])
+        self._work, self._places = work, list(places)
+        self._copying = threading.Lock()
+
+    def wait(self, timeout: timedelta = _NO_TIME) -> bool:
+        self._work.wait(timeout) if timeout > _NO_TIME else self._work.wait()
+        self._copy()
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._work.is_completed():
+            return False
+        with contextlib.suppress(Exception):  # whoever waits is told
+            self.wait()
+        return True
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        return self._work.exception()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        def copied(done: torch.futures.Future[Any]) -> list[torch.Tensor]:
+            done.value()  # raises what went wrong
+            self._copy()
+            return self._outputs
+
+        return self._work.get_future().then(copied)
+
+    def _copy(self) -> None:
+        with self._copying:
+            for place, copy in self._places:
+                place.copy_(copy)
+            self._places.clear()

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -69,10 +70,10 @@ class UndertowProcessGroup(dist.ProcessGroup):
     def __init__(self, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)  # type: ignore[call-arg]  # the stubs lack this one
         self._store = options.store
-        self._timeout = options.timeout.total_seconds()
+        self._timeout: float = options.timeout.total_seconds()
         members = options.global_ranks_in_group  # none are named where the group is everybody's
         self._device = default_device(members[options.group_rank] if members else options.group_rank)
-        backends = fallback.make_backends(options, self._device)
+        self._backends = backends = fallback.make_backends(options, self._device, self._wait_at_most)
         fallback.install(self, backends)  # for what C++ calls by names that Python cannot override
         #: an ordinary ProcessGroup over the same ranks, for all that is not Undertow's
         self.carrier = dist.ProcessGroup(options.store, options.group_rank, options.group_size)
@@ -107,11 +108,22 @@ class UndertowProcessGroup(dist.ProcessGroup):
         """The Undertow group of these ranks; making it, the first time, is collective."""
         found = self._known_group
         if found is None:
-            seconds = self._timeout
-            if settings.DEADLINE.name in os.environ:
-                seconds = min(seconds, seconds_to_wait(None))
-            found = self._known_group = as_group(self, deadline=seconds)
+            found = self._known_group = as_group(self, deadline=self._deadline)
         return found
+
+    @property
+    def _deadline(self) -> float:
+        return min(self._timeout, seconds_to_wait(None)) if settings.DEADLINE.name in os.environ else self._timeout
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self._wait_at_most(timeout)
+
+    def _wait_at_most(self, timeout: timedelta) -> None:
+        """What torch's functions that set a timeout come to; the fallback has it already."""
+        self._timeout = timeout.total_seconds()
+        if self._known_group is not None:
+            self._known_group.deadline = self._deadline
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
@@ -291,9 +303,12 @@ class UndertowProcessGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _fall_back(self, operation: str, why: str, *arguments: Any, **more: Any) -> dist.Work:
+    def _fall_back(self, operation: str, why: str, *arguments: Any, **named: Any) -> dist.Work:
         fallback.say(f"{operation} of torch.distributed", why, self.carrier.name())
-        return cast(dist.Work, getattr(self.carrier, operation)(*arguments))
+        work = fallback.call(self.carrier, operation, arguments, named)
+        if self._coalesced is not None and work is not None:
+            self._coalesced.append(work)
+        return work
 
     def _why_not(self, tensors: Sequence[torch.Tensor], operation: str | None = "") -> str:
         """Why Undertow cannot do it; empty if it can. `operation` "": nothing is reduced; None: one that it lacks."""
