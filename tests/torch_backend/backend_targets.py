@@ -142,6 +142,11 @@ def every_form() -> list[str]:
         within[rank] = mine
         dist.all_gather_into_tensor(within, within[rank])
         found.expect("all_gather_into_tensor in place", within, torch.stack(every))
+        bytes_in_common = bytearray(data(rank, 6 * size).numpy().tobytes())
+        tensor = torch.frombuffer(bytes_in_common, dtype=torch.float32)
+        out = torch.frombuffer(bytes_in_common, dtype=torch.float32, count=6, offset=4 * 3)
+        dist.reduce_scatter_tensor(out, tensor)
+        found.expect("two storages of one memory", out, reduced(size, 6 * size, torch.float32, "sum").chunk(size)[rank])
         uneven = [torch.empty(one + 1, 2) for one in range(size)]
         dist.all_gather(uneven, torch.full((rank + 1, 2), float(rank)))
         for one, tensor in enumerate(uneven):

@@ -279,13 +279,13 @@ def _run(
         check_program(program)
     given, in_place = out, source is out and collective in ("all_reduce", "broadcast")
     at_home = collective == "all_gather" and on.device.type == "cpu" and _is_its_shard(source, out, spans, on.rank)
-    if not (in_place or at_home) and source.untyped_storage().data_ptr() == out.untyped_storage().data_ptr():
-        source = source.clone()
     source = source.resolve_conj().resolve_neg().contiguous()
     if (
         in_place or not out.is_contiguous() or out.is_conj() or out.is_neg()
     ):  # the bytes of such a view are not its values
         out = source if in_place else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    elif not at_home and _overlap(source, out):
+        source = source.clone()
     nbytes = sum(spans) * source.element_size()
     table = tables.of(on) if program is None else None
     where = placement.current() or Placement()
@@ -308,6 +308,12 @@ def _run(
                 raise
     if given is not out:
         given.copy_(out)
+
+
+def _overlap(source: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share memory, which they may do without sharing a storage (`from_numpy`)."""
+    source_begin, out_begin = source.data_ptr(), out.data_ptr()
+    return source_begin < out_begin + out.nbytes and out_begin < source_begin + source.nbytes
 
 
 def _is_its_shard(source: torch.Tensor, out: torch.Tensor, spans: list[int], rank: int) -> bool:
