@@ -20,7 +20,6 @@ import math
 import operator
 import struct
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -31,6 +30,7 @@ from numpy.typing import NDArray
 
 from ..errors import InvalidArgument, ProgramRefused
 from .contract import BUILT_IN, ROOTED, Contract
+from .signature import signature_of
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -321,6 +321,11 @@ class Program:
         self._collective = collective
         self._chunks = chunks
         self.ranks = collective.ranks if isinstance(collective, Contract) else ranks
+        promised = (
+            [collective.name, collective.inputs, collective.outputs] if isinstance(collective, Contract) else collective
+        )
+        #: a few letters that differ where programs of one name differ: ranks compare them
+        self.signature = signature_of(function, promised, chunks)
         MADE[self.name, self.signature] = self
 
     def __call__(self, trace: Trace) -> None:
@@ -350,12 +355,6 @@ class Program:
             raise InvalidArgument(argument="root", was=root, must=must)
         rooted: Callable[..., Contract] = make
         return rooted(ranks, chunks, root=root)
-
-    @property
-    def signature(self) -> str:
-        """A few letters that differ where programs of one name differ: ranks compare them."""
-        code = self._function.__code__
-        return f"{zlib.crc32(code.co_code + repr(code.co_names).encode()):08x}"
 
     @property
     def collective(self) -> str:
