@@ -424,6 +424,18 @@ def late_rank() -> str:
     return "nothing"
 
 
+def early_end() -> str:
+    """Rank 1 ends in order where the other one makes one more call."""
+    dist.init_process_group("undertow")
+    dist.all_reduce(tensor := torch.ones(10))
+    if dist.get_rank() == 0:
+        try:
+            dist.all_reduce(tensor)
+        except UndertowError as error:
+            return str(error)
+    return ""
+
+
 def limited_wait() -> str:
     """A wait with a limit of its own ends; the call goes on and is right."""
     with world() as (rank, size):

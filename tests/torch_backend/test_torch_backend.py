@@ -63,6 +63,11 @@ def test_a_lost_rank_is_an_error_for_all_others() -> None:
         ut.launch(targets.lost_rank, 3, device="cpu")
 
 
+def test_a_rank_that_ends_too_early_is_missed_at_once() -> None:
+    said = ut.launch(targets.early_end, 2, device="cpu", deadline=60)[0]
+    assert said == "Rank 1 of group 0 is lost: it ended while all_reduce waited for it."
+
+
 def test_torchs_timeout_is_the_deadline() -> None:
     said = ut.launch(targets.late_rank, 2, device="cpu")[0]
     assert "Rank 1 of group 0 is lost" in said

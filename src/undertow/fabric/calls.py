@@ -38,6 +38,12 @@ class Call:
         return self.kind == other.kind
 
     @staticmethod
+    def under_way(records: list[dict[str, Any]], group: str) -> Call | None:
+        """The newest call on `group` among this process's flight records, if it is not over."""
+        of_group = [record for record in records if record.get("group") == group]
+        return Call.latest(of_group[-1:], group) if of_group and of_group[-1]["state"] == "running" else None
+
+    @staticmethod
     def latest(records: list[dict[str, Any]], group: str) -> Call | None:
         """The newest call on `group` among flight records."""
         for record in reversed(records):

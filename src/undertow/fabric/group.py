@@ -28,6 +28,7 @@ from . import meeting, node, sharers, watchdog
 from .board import Board
 from .calls import Bracket, Call
 from .flight import FlightRing
+from .flight_writer import RECORDS
 from .heartbeat import PERIOD, SILENCE, Heartbeat
 from .logs import get_logger
 from .segment import Segment
@@ -85,6 +86,7 @@ class Group:
         self._processes = {rank: int(fact["pid"]) for rank, fact in enumerate(facts)}
         sharers.met(self.ranks, [str(fact["gpu"]) for fact in facts])
         self._rings = meeting.open_rings(facts, self.rank)
+        self._ended: dict[int, int] = {}  # ranks that ended on purpose, and the last call that each made here
         watchdog.instance().add(self)
         try:
             self.control = self.gloo("control")
@@ -390,8 +392,22 @@ class Group:
                 self._heartbeat.hear()  # it may have ended because of a loss elsewhere, and have said so
             pid = self._processes[rank]
             self.fail(errors.RankLost(rank=rank, group=self.name, reason=f"its process {pid} died"))
+            return
+        last = Call.latest(self._rings[rank].records(), self.name)
+        if last is not None or self._rings[rank].calls <= RECORDS:  # else later calls of other groups took its place
+            self._ended[rank] = last.number if last is not None else 0
+
+    def _miss_the_ended(self) -> None:
+        """A rank that ended on purpose is no loss, until this one is in a call that it never made."""
+        mine = Call.under_way(FlightRing.mine().records(), self.name)
+        for rank, last in self._ended.items():
+            if mine is not None and mine.number > last:
+                reason = f"it ended while {mine.operator} waited for it"
+                self.fail(errors.RankLost(rank=rank, group=self.name, reason=reason))
 
     def on_tick(self, now: float) -> None:
+        if self._ended:
+            self._miss_the_ended()
         if self._heartbeat is not None:
             self._heartbeat.tick(now)
         for hook in list(self._tick_hooks):
