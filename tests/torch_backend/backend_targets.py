@@ -296,6 +296,12 @@ def handles() -> list[str]:
             dist.broadcast(tensor := data(rank, 3), src=0)
         together.wait()
         found.expect("coalesced broadcast", tensor, data(0, 3))
+        product = torch.full((100,), 2.0)
+        with c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as together:
+            dist.all_reduce(product, op=dist.ReduceOp.PRODUCT)
+        found.expect("what is waited for", [len(one._works) for one in together.works], [1])
+        together.wait()
+        found.expect("coalesced, by the fallback", product, torch.full((100,), 2.0**size))
         return found.wrong
 
 

@@ -82,6 +82,7 @@ class UndertowProcessGroup(dist.ProcessGroup):
         self._queue = Queue(str(options.group_id))
         self._streams: Streams | None = None
         self._coalesced: list[dist.Work] | None = None
+        self._carrier_joins = False  # what it is given meanwhile into one call of its own
 
     # -- what torch asks a group for -----------------------------------------------------------------------------
 
@@ -268,12 +269,13 @@ class UndertowProcessGroup(dist.ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
-        if self.carrier._get_backend(device).supports_coalescing:
+        self._carrier_joins = bool(self.carrier._get_backend(device).supports_coalescing)
+        if self._carrier_joins:
             self.carrier._start_coalescing(device)
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        if self.carrier._get_backend(device).supports_coalescing:
+        if self._carrier_joins:
             theirs = self.carrier._end_coalescing(device)
             works += [theirs] if theirs is not None else []
         return Several(works)
@@ -306,7 +308,7 @@ class UndertowProcessGroup(dist.ProcessGroup):
     def _fall_back(self, operation: str, why: str, *arguments: Any, **named: Any) -> dist.Work:
         fallback.say(f"{operation} of torch.distributed", why, self.carrier.name())
         work = fallback.call(self.carrier, operation, arguments, named)
-        if self._coalesced is not None and work is not None:
+        if self._coalesced is not None and not self._carrier_joins:
             self._coalesced.append(work)
         return work
 
