@@ -203,7 +203,8 @@ class Group:
             ring = self._rings.get(rank)
             if ring is not None and ring.has_left and self._board is not None and not self._board.has_come(rank):
                 reason = f"it ended while {purpose} waited for it"
-                self.fail(errors.RankLost(rank=rank, group=self.name, reason=reason))
+                lost = errors.RankLost(rank=rank, group=self.name, reason=reason)
+                self.fail(self.mismatch() or lost)  # it may have ended for having called something else
             elif time.monotonic() - began > self.deadline:
                 self.fail(self.why_waiting(rank, f"{purpose} did not complete in {self.deadline:g} s"))
             self.check()
