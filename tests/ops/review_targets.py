@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import matmul_suite
 import torch
 from matmul_suite import Case
 
 import undertow as ut
+from undertow.collective import LIBRARY
 from undertow.errors import UndertowError
 from undertow.plan.plan import Plan
 
@@ -25,6 +28,13 @@ def modes() -> None:
                 y = ut.matmul_all_reduce(x, w, bias=bias, group=group, strategy=strategy)
                 assert bool((y == 8 * group.size + 1).all()), (strategy, mode)
                 assert not y.requires_grad
+    others: list[dict[str, Any]] = [{"strategy": one} for one in ("fused:dma", "fused:net")]
+    others += [{"strategy": f"signaled:{lane}", "program": LIBRARY["one_shot"]} for lane in ("dma", "net")]
+    for options in others:  # what is made at the first call of a kind is written to by calls in no such mode
+        for mode in (torch.inference_mode, torch.no_grad):
+            with mode():
+                y = ut.matmul_all_reduce(x, w, group=group, **options)
+            assert bool((y == 8 * group.size).all()), (options, mode)
     ut.matmul_all_reduce(x, w, bias=bias, group=group).sum().backward()
     assert bias.grad is not None
     assert torch.equal(bias.grad, torch.full((16,), 64.0))

@@ -124,9 +124,10 @@ class LaneExecutable(Service):
         self._near = near
         room = workspace_bytes(schedule, self.stride)
         self._workspace = fabric.buffer(room, torch.uint8) if room else None
-        self._spare = torch.empty(
-            self._walk.spares * self.stride * schedule.depth, dtype=torch.uint8, device=group.device
-        )
+        with torch.inference_mode(False):  # it outlives this call
+            self._spare = torch.empty(
+                self._walk.spares * self.stride * schedule.depth, dtype=torch.uint8, device=group.device
+            )
         self._typed: dict[torch.dtype, SymmetricBuffer | None] = {}
         self._bound: dict[tuple[object, ...], BoundWalk] = {}
         self._sum = Sum(group.device, ctas)

@@ -125,10 +125,12 @@ class Proxy(Service):
         return torch.zeros(size // ring_layout.WORD_BYTES, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def _by_all(self, make: Callable[[], Made], what: str) -> Made:
-        """What `make` makes. What fails is told to all ranks: none may be left waiting for this one."""
+        """What `make` makes, which outlives the call, and so its inference mode, that first needs it. What fails is
+        told to all ranks: none may be left waiting for this one."""
         made, failure = None, ""
         try:
-            made = make()
+            with torch.inference_mode(False):
+                made = make()
         except (RuntimeError, OSError, MemoryError) as error:  # torch's word for no memory is a RuntimeError
             self.group.check()
             failure = str(error) or type(error).__name__

@@ -69,7 +69,8 @@ class SymmetricBuffer:
         self.peer(self._rank)  # raises if released
         alias = copy.copy(self)
         alias._when_released = []
-        alias._views = [None if view is None else _retyped(view, dtype) for view in self._views]
+        with torch.inference_mode(False):  # kept by callers, and in that mode even a view could not be written to later
+            alias._views = [None if view is None else _retyped(view, dtype) for view in self._views]
         local = alias._views[self._rank]
         assert local is not None
         alias.shape, alias.dtype = tuple(local.shape), dtype
