@@ -53,6 +53,15 @@ class GroupClosed(UndertowError):
     template = "Group {group} was closed; make a new one with undertow.as_group or undertow.init."
 
 
+class ForkedProcess(UndertowError):
+    """Use of a group in a child that was forked after the group was made."""
+
+    template = (
+        "This process is a fork of rank {rank} of group {group}, and only that rank may use its memory;"
+        " make calls there, or start processes by spawn."
+    )
+
+
 class DeviceLost(UndertowError):
     """The driver took this rank's GPU context away."""
 

@@ -20,6 +20,7 @@ import undertow as ut
 from undertow import settings
 from undertow.errors import InvalidArgument, LaunchFailed, LaunchRefused, OutOfSharedMemory
 from undertow.fabric import launch as launch_module
+from undertow.fabric.registry import seconds_to_wait
 from undertow.fabric.segment import Segment
 
 SCRIPT = Path(targets.__file__)
@@ -247,6 +248,11 @@ def test_a_senseless_pace(text: str) -> None:
 def test_a_senseless_deadline(text: str) -> None:
     found = ut.launch(targets.bad_deadline, 1, device="cpu", env={settings.DEADLINE.name: text})
     assert found == [f"InvalidArgument: UNDERTOW_DEADLINE is '{text}', but must be a positive number of seconds."]
+
+
+def test_a_deadline_that_nobody_will_see() -> None:
+    with pytest.raises(InvalidArgument, match="at most those of a year"):
+        seconds_to_wait(float("inf"))
 
 
 def test_a_group_that_this_rank_is_not_in() -> None:

@@ -295,6 +295,7 @@ class Fabric(ABC):
         group = self.group
         for rank, theirs in enumerate(group.exchange(asked, "a symmetric buffer")):
             if theirs != asked:
+                group.fall_out_of_step()
                 disagreement = group.mismatch()  # the calls that led here say more than the sizes they led to
                 if disagreement is not None:
                     raise disagreement

@@ -46,8 +46,13 @@ class Call:
     @staticmethod
     def latest(records: list[dict[str, Any]], group: str) -> Call | None:
         """The newest call on `group` among flight records."""
+        return Call.numbered(None, records, group)
+
+    @staticmethod
+    def numbered(number: int | None, records: list[dict[str, Any]], group: str) -> Call | None:
+        """The call of that number on `group` among flight records; None: the newest."""
         for record in reversed(records):
-            if record.get("group") == group:
+            if record.get("group") == group and number in (None, record.get("call")):
                 return Call(
                     group,
                     int(record.get("call", 0)),
@@ -61,7 +66,7 @@ class Call:
 class Bracket:
     """Around one operator call: its flight record, and the check that all ranks mean the same. Yields its number."""
 
-    __slots__ = ("_group", "_kind", "_ring", "_ticket")
+    __slots__ = ("_group", "_kind", "_number", "_ring", "_ticket")
 
     def __init__(self, group: Group, operator: str, shape: str, plan: str) -> None:
         self._group = group
@@ -75,24 +80,34 @@ class Bracket:
             raise errors.InvalidArgument(argument="group", was=was, must="another group, or the call after it")
         group.lock.acquire()
         try:
+            group.check_call(group.calls)  # the last one: a rank that was behind may have come to it since
             group.calls += 1
             self._ring = FlightRing.mine()
-            self._ticket = self._ring.begin(call_text(group.name, *self._kind), group.calls)
+            text = call_text(group.name, *self._kind)
+            self._ticket = self._ring.begin(text, group.calls)
         except BaseException:
             group.lock.release()
             raise
         try:
             if group.is_news(self._kind):
                 group.compare(Call(group.name, group.calls, *self._kind))
+            group.begin_call(text.checksum)
         except BaseException:
             self._leave(failed=True)
             raise
-        return group.calls
+        self._number = group.calls
+        return self._number
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave(failed=kind is not None)
+        failed = True
+        try:
+            if kind is None:
+                self._group.check_call(self._number)
+                failed = False
+        finally:
+            self._leave(failed)
 
     def _leave(self, failed: bool) -> None:
         try:

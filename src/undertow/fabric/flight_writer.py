@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import zlib
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,7 @@ class Text:
     """The text of a record, kept where compiled code can read it."""
 
     def __init__(self, data: bytes) -> None:
+        self.checksum = zlib.crc32(data)
         self._bytes = np.frombuffer(data[:TEXT_BYTES] or b" ", np.uint8)
         self.address, self.length = int(self._bytes.ctypes.data), len(self._bytes)
 

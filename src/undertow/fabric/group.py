@@ -61,6 +61,7 @@ class Group:
         self.calls = 0
         self._agreed: set[tuple[str, str, str]] = set()
         self._last_agreed: tuple[str, str, str] | None = None
+        self._in_step = True  # whether all ranks count their calls alike
         self.closed = False
         #: whether a collective of this group runs beside a computation: nothing else of the group may come between
         self.reserved = False
@@ -165,6 +166,7 @@ class Group:
         for rank, notice in enumerate(notices if notices is not None else self._gather(mine, purpose)):
             theirs, other = json.loads(notice.decode())
             if theirs != purpose:
+                self.fall_out_of_step()
                 raise errors.MismatchedCall(
                     group=self.name, call=self.calls, rank=self.rank, mine=purpose, other_rank=rank, theirs=theirs
                 )
@@ -283,6 +285,12 @@ class Group:
         if self._heartbeat is not None:
             self._heartbeat.announce()
 
+    def refuse_fork(self) -> None:
+        """In a child: what it did in the rank's name, the parent's peers would take for the parent's. Nobody is told of
+        it, and nothing that both share is touched."""
+        self._failure = errors.ForkedProcess(rank=self.rank, group=self.name)
+        self._abort[0] = 1  # a copy of the parent's
+
     @property
     def failed(self) -> bool:
         """Whether a rank was lost, or something else ended this group."""
@@ -355,11 +363,12 @@ class Group:
     def is_news(self, kind: tuple[str, str, str]) -> bool:
         """Whether the ranks should first compare such a call: it was never seen here, or Gloo will carry it.
 
-        Once per kind of call is enough where a later disagreement only waits until the deadline. Gloo ends the
-        process, or takes half a message for a whole, when sizes differ, so there each change is compared. The last
-        agreed call is the same on all ranks: of ranks that differ, at least one compares and never reaches Gloo.
+        Once per kind of call is enough where a later disagreement waits until the deadline, or is found when the call
+        is over (`check_call`). Gloo ends the process, or takes half a message for a whole, when sizes differ, so there
+        each change is compared. The last agreed call is the same on all ranks: of ranks that differ, at least one
+        compares and never reaches Gloo.
         """
-        if kind not in self._agreed:
+        if kind not in self._agreed or not self._in_step:
             return True
         if kind != self._last_agreed and ":net" in kind[2] and self.device.type == "cpu":
             return True
@@ -379,8 +388,38 @@ class Group:
                     other_rank=rank,
                     theirs=other.text,
                 )
+        self.calls = max(one.number for one in calls)  # after a call that some ranks never began, numbers differ
+        self._in_step = True
         self._last_agreed = call.kind
         self._agreed.add(self._last_agreed)
+
+    def fall_out_of_step(self) -> None:
+        """Ranks have heard that they are not in the same call: some may count one more than others from here on."""
+        self._in_step = False
+
+    def begin_call(self, checksum: int) -> None:
+        """Let the others see of which kind the call is that begins."""
+        if self._board is not None:
+            self._board.begin_call(self.calls, checksum)
+
+    def check_call(self, number: int) -> None:
+        """End the group if another rank's call of that number, begun by now, is none of mine: values went wrong."""
+        if self._board is None or not self._in_step:
+            return
+        rank = self._board.who_differs(number)
+        if rank is None:
+            return
+        texts = []
+        for ring in (FlightRing.mine(), self._rings.get(rank)):
+            known = Call.numbered(number, ring.records() if ring is not None else [], self.name)
+            texts.append(known.text if known is not None else "another call")
+        mine, theirs = texts
+        self.fail(
+            errors.MismatchedCall(
+                group=self.name, call=number, rank=self.rank, mine=mine, other_rank=rank, theirs=theirs
+            )
+        )
+        self.check()
 
     # -- the watchdog's side -------------------------------------------------------------------------------------
 

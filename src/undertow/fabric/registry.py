@@ -25,6 +25,7 @@ _groups: dict[str, Group] = {}
 _groups_lock = threading.RLock()
 _making: dict[str, threading.Lock] = {}  # by name: two threads make two groups in any order, as other ranks' may do
 _initialised_here = False
+_LONGEST = 365 * 24 * 3600  # what waits count in nanoseconds, and torch.distributed in milliseconds
 _times_joined = 0
 
 
@@ -127,10 +128,11 @@ def seconds_to_wait(given: float | None) -> float:
     name, value = ("deadline", given) if given is not None else (settings.DEADLINE.name, settings.DEADLINE.get())
     try:
         seconds = float(value)
-    except ValueError:
+    except (TypeError, ValueError):
         seconds = 0.0
-    if not seconds > 0:  # nan, too
-        raise errors.InvalidArgument(argument=name, was=repr(value), must="a positive number of seconds")
+    if not 0 < seconds <= _LONGEST:  # nan, too
+        must = "a positive number of seconds" + (", at most those of a year" if seconds > _LONGEST else "")
+        raise errors.InvalidArgument(argument=name, was=repr(value), must=must)
     return seconds
 
 
@@ -206,6 +208,15 @@ def _leave_at_exit() -> None:
         atexit.register(_leave)
 
 
+def _refuse_in_child() -> None:
+    """A forked child has this process's groups, but it is no rank of them."""
+    global _groups_lock
+    _groups_lock = threading.RLock()  # another thread may have held it
+    atexit.unregister(_leave)
+    for group in _groups.values():
+        group.refuse_fork()
+
+
 def _leave() -> None:
     in_order = not Group.any_failed and getattr(sys, "last_value", None) is None  # set by what nobody caught
     if in_order:
@@ -220,3 +231,6 @@ def _leave() -> None:
         for group in list(_groups.values()):
             group.fall_silent()
         watchdog.instance().stop()
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)
