@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import matmul_suite
@@ -38,6 +39,7 @@ def modes() -> None:
     ut.matmul_all_reduce(x, w, bias=bias, group=group).sum().backward()
     assert bias.grad is not None
     assert torch.equal(bias.grad, torch.full((16,), 64.0))
+    assert _refused_with_gradients() == ["bias"] * 16 + ["residual"]
 
 
 def no_tokens_then_one() -> None:
@@ -123,3 +125,70 @@ def half_way() -> str:
     except UndertowError as error:
         return str(error)
     return "nothing"
+
+
+def known_calls(strategy: str) -> list[str]:
+    """Calls that were all made before, but not by all ranks at once: their values are wrong, and nobody waits."""
+    group = ut.init(deadline=20)
+    x, w = torch.ones(4, 3), torch.ones(3, 5)
+
+    def one() -> object:
+        return ut.matmul_all_reduce(x, w, activation="relu", strategy=strategy)
+
+    def other() -> object:
+        return ut.matmul_all_reduce(x, w, bias=torch.ones(5), strategy=strategy)
+
+    said = []
+    for _ in range(3):
+        one()
+        other()
+    try:  # only one of them is in a call, and counts it
+        ut.matmul_all_reduce(x, w, strategy=strategy) if group.rank == 0 else group.barrier()
+    except UndertowError as error:
+        said.append(type(error).__name__)
+    for _ in range(3):
+        one()
+        other()
+    for turn in (0, 1):
+        try:
+            (one if group.rank == turn else other)()
+        except UndertowError as error:
+            said.append(f"{type(error).__name__} {'relu' in str(error) and 'bias' in str(error)}")
+    return said
+
+
+def _refused_with_gradients() -> list[str]:
+    """What torch's dispatcher would take for another call, or broadcast."""
+    x, w, said = torch.ones(4, 3, requires_grad=True), torch.ones(3, 5), []
+    for operator in (ut.matmul_all_reduce, ut.all_gather_matmul, ut.matmul_all_to_all, ut.replicated_matmul):
+        for bias in (torch.ones(5, device="meta"), torch.ones(1), torch.ones(4, 5), torch.ones(5).double()):
+            try:
+                operator(x, w, bias=bias, strategy="serial")  # type: ignore[operator]
+            except UndertowError as error:
+                said.append(str(error).partition(" ")[0])
+    try:
+        ut.matmul_all_reduce(x, w, residual=torch.ones(4, 5).double())
+    except UndertowError as error:
+        said.append(str(error).partition(" ")[0])
+    return said
+
+
+def forked() -> tuple[str, bool]:
+    """What a child is told, and whether its parent's calls are as ever."""
+    group = ut.init()
+    x, w = torch.ones(4, 3), torch.ones(3, 5)
+    ut.matmul_all_reduce(x, w, strategy="serial:peer")
+    out, into = os.pipe()
+    child = os.fork()
+    if not child:
+        said = "nothing"
+        try:
+            ut.matmul_all_reduce(x, w, strategy="serial:peer")
+        except UndertowError as error:
+            said = type(error).__name__
+        finally:
+            os.write(into, said.encode())
+            os._exit(0)
+    os.waitpid(child, 0)
+    y = ut.matmul_all_reduce(x, w, strategy="serial:peer")
+    return os.read(out, 100).decode(), bool((y == 3 * group.size).all())

@@ -30,6 +30,15 @@ def test_ranks_that_mean_different_calls_hear_of_it(what: str) -> None:
     assert found == ["MismatchedCall"] * 2
 
 
+def test_ranks_in_different_calls_that_were_made_before_hear_of_it() -> None:
+    found = ut.launch(review_targets.known_calls, 2, "cpu", args=("serial:peer",), deadline=20)
+    assert found == [["MismatchedCall", "MismatchedCall True", "MismatchedCall True"]] * 2
+
+
+def test_a_forked_child_is_no_rank() -> None:
+    assert ut.launch(review_targets.forked, 2, "cpu", deadline=20) == [("ForkedProcess", True)] * 2
+
+
 def test_an_error_half_way_ends_the_group_at_once() -> None:
     began = time.monotonic()
     found = ut.launch(review_targets.half_way, 2, device="cpu", deadline=60)

@@ -192,6 +192,9 @@ class Concurrent:
 
     def post(self, collective: Callable[[], T]) -> Posted[T]:
         """Run `collective` beside what follows, after the work so far. Before the block: when it is entered."""
+        if not callable(collective):
+            must = "a callable without arguments"
+            raise InvalidArgument(argument="collective", was=type(collective).__name__, must=must)
         posted = Posted(collective)
         self._posted.append(posted)
         if self._inside and self.strategy.name != "serial":

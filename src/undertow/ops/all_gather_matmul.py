@@ -39,6 +39,7 @@ from .differentiable import autocast, differentiable, finished, held, name_of, r
 from .finish import Finish, check_finish
 from .further import Biases, Outputs, Weights, several
 from .fused import run as run_fused
+from .given import check_before_dispatch, check_given, counts_of
 from .library import all_gather_matmul as operator
 from .operands import check_factors, dtype_name, output
 from .overlap import give_up, half_way, join
@@ -110,6 +111,7 @@ def all_gather_matmul(
     for all; `bias`, `activation` and `out` are then one for each. `gathered`: the rows of all ranks [M, K] as well.
     Both must be the same on all ranks.
     """
+    rows = None if rows is None else counts_of("rows", rows)
     if isinstance(w, torch.Tensor) and not gathered:
         for name, one in (("bias", bias), ("out", out)):
             if not (one is None or isinstance(one, torch.Tensor)):
@@ -119,9 +121,11 @@ def all_gather_matmul(
             raise InvalidArgument(argument="activation", was=was, must="the name of one, as w is one weight")
         assert bias is None or isinstance(bias, torch.Tensor)
         assert out is None or isinstance(out, torch.Tensor)
+        check_given(x, w, strategy, plan, bias=bias, out=out)
         x, w, bias = autocast(x, w, bias)
         if differentiable(x, w, bias):
             refuse_in_place(out=out)
+            check_before_dispatch(x, w, bias, activation, group)
             y = operator(x, w, bias, rows, name_of(group), strategy, held(plan))
             return finished(y, activation)
         return call(x, w, rows, bias, activation, as_group(group), strategy, plan, out)

@@ -39,6 +39,7 @@ from .choose import Request, near, perform
 from .differentiable import autocast, differentiable, finished, name_of, refuse_in_place
 from .finish import Finish, check_finish
 from .fused import arrive
+from .given import check_before_dispatch, check_given
 from .grouped import GroupSizes, Splits, multiplied_alone, tokens_of
 from .library import all_to_all_matmul as operator
 from .matmul_all_to_all import flat_splits, row_pieces, told
@@ -98,9 +99,11 @@ def all_to_all_matmul(
     in place of `splits`, are the rows of x for each expert of each rank, [rank][expert], zeros allowed; or those of all
     ranks, [sender][rank][expert], which spares ranks from telling each other. `bias` is [experts, N] then.
     """
+    check_given(x, w, strategy, bias=bias, out=out)
     x, w, bias = autocast(x, w, bias)
     if differentiable(x, w, bias):
         refuse_in_place(out=out)
+        check_before_dispatch(x, w, bias, activation, group, grouped=True)
         counts = flat_splits(splits, group_sizes, x, w, group)
         y, _ = operator(x, w, bias, counts, name_of(group), strategy)
         return finished(y, activation)

@@ -110,8 +110,7 @@ def finished(y: torch.Tensor, activation: str, residual: torch.Tensor | None = N
         y = FUNCTIONS[activation](y)
     if residual is None:
         return y
-    if residual.shape != y.shape:
-        raise InvalidArgument(
-            argument="residual", was=f"{list(residual.shape)}", must=f"{list(y.shape)}, as the result"
-        )
+    if residual.shape != y.shape or residual.dtype != y.dtype:
+        was, must = f"{list(residual.shape)} {residual.dtype}", f"{list(y.shape)} {y.dtype}, as the result"
+        raise InvalidArgument(argument="residual", was=was, must=must)
     return residual + y

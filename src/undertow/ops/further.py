@@ -25,6 +25,7 @@ from ..fabric.group import Group
 from ..fabric.registry import as_group, named
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish
+from .given import check_given
 from .library import all_gather_matmul, all_gather_matmul_whole
 from .operands import check_factors, is_transposed, output
 
@@ -109,12 +110,16 @@ def several(
     out: Outputs,
 ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """The result for each weight and, if asked for, the rows of all ranks [M, K]."""
+    if not isinstance(w, (torch.Tensor, Sequence)):
+        raise InvalidArgument(argument="w", was=f"of type {type(w).__name__}", must="a torch.Tensor, or a list of them")
     given = [w] if isinstance(w, torch.Tensor) else list(w)
     if not given:
         raise InvalidArgument(argument="w", was="no weight", must="a weight, or several")
-    biases = _each("bias", [bias] if isinstance(bias, torch.Tensor) else bias, None, len(given))
+    biases = _each("bias", _listed(bias), None, len(given))
     usual = activation if isinstance(activation, str) else "none"
-    activations = _each("activation", None if isinstance(activation, str) else list(activation), usual, len(given))
+    activations = _each("activation", None if isinstance(activation, str) else activation, usual, len(given))
+    for one, its, place in zip(given, biases, _each("out", _listed(out), None, len(given)), strict=True):
+        check_given(x, one, strategy, plan, bias=its, out=place)
     cast = [autocast(x, one, its) for one, its in zip(given, biases, strict=True)]
     x, weights, biases = cast[0][0], [one for _, one, _ in cast], [one for _, _, one in cast]
     if differentiable(x, *weights, *biases):
@@ -123,7 +128,7 @@ def several(
         # While torch traces no group is looked up; the operator's shape rule has one.
         _check(x, weights, biases, activations, None if torch.compiler.is_compiling() else named(name))
         return _side_by_side(x, weights, gathered, rows, biases, activations, name, strategy, plan)
-    outs = _each("out", [out] if isinstance(out, torch.Tensor) else out, None, len(given))
+    outs = _each("out", _listed(out), None, len(given))
     return call(x, weights, gathered, rows, biases, activations, as_group(group), strategy, plan, outs)
 
 
@@ -207,10 +212,17 @@ def _side_by_side(
     return parts, whole
 
 
+def _listed(given: Each | Sequence[Each] | None) -> Sequence[Each] | None:
+    return [given] if isinstance(given, torch.Tensor) else given  # type: ignore[return-value]
+
+
 def _each(name: str, given: Sequence[Each] | None, usual: Each, count: int) -> list[Each]:
     """One for each weight."""
     if given is None:
         return [usual] * count
+    if not isinstance(given, Sequence):
+        must = f"a list, one for each of {count} weights, or None"
+        raise InvalidArgument(argument=name, was=f"of type {type(given).__name__}", must=must)
     if len(given) != count:
         raise InvalidArgument(argument=name, was=f"{len(given)} of them", must=f"one for each of {count} weights")
     return list(given)

@@ -18,13 +18,14 @@ from ..errors import InvalidArgument
 from ..fabric import timeline
 from ..plan.plan import split
 from ..plan.tokens import Block, Tokens, segments
+from .given import counts_of, listed
 from .operands import is_transposed
 
 if TYPE_CHECKING:
     from ..fabric.group import Group
     from .finish import Finish
 
-Splits = Sequence[int] | Sequence[Sequence[int]] | None
+Splits = Sequence[int] | Sequence[Sequence[int]] | torch.Tensor | None
 GroupSizes = Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]] | torch.Tensor | None
 
 
@@ -110,7 +111,7 @@ def _all_sizes(group_sizes: GroupSizes, experts: int, rows: int, group: Group) -
     if group_sizes is None:
         must = f"{shape} of the {rows} rows of x, where w has one weight for each expert"
         raise InvalidArgument(argument="group_sizes", was="None", must=must)
-    given: Any = group_sizes.tolist() if isinstance(group_sizes, torch.Tensor) else group_sizes
+    given: Any = listed(group_sizes)
     everyones = _depth(given) == 3
     mine = given[rank] if everyones and len(given) == size else given
     found = given if everyones else [mine]
@@ -120,7 +121,7 @@ def _all_sizes(group_sizes: GroupSizes, experts: int, rows: int, group: Group) -
     if wrong or (everyones and len(given) != size):
         was = f"nested as {_shape(given)}"
         raise InvalidArgument(argument="group_sizes", was=was, must=f"{shape}, or those of all {size} ranks")
-    counts = [[[int(one) for one in block] for block in row] for row in found]
+    counts = [[counts_of("group_sizes", block) for block in row] for row in found]
     least = min((one for row in counts for block in row for one in block), default=0)
     own = counts[rank if everyones else 0]
     total = sum(map(sum, own))
@@ -159,13 +160,10 @@ def split_matrix(splits: Splits, rows: int, group: Group) -> list[list[int]]:
     size, rank = group.size, group.rank
     if splits is None:
         return [[stop - start for start, stop in split(rows, size)]] * size
-    matrix: list[list[int]] = []
-    mine: list[int] = []
-    for row in splits:
-        if isinstance(row, Sequence):
-            matrix.append([int(one) for one in row])
-        else:
-            mine.append(int(row))
+    found = listed(splits)
+    everyones = isinstance(found, Sequence) and any(isinstance(listed(row), Sequence) for row in found)
+    matrix = [counts_of("splits", row) for row in found] if everyones else []
+    mine = [] if everyones else counts_of("splits", found)
     if matrix:
         if len(matrix) != size or any(len(row) != size for row in matrix):
             was = f"{len(matrix)} rows of {[len(row) for row in matrix]} counts"

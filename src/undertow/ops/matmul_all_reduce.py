@@ -39,6 +39,7 @@ from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish, finish_text
 from .fused import run as run_fused
+from .given import check_before_dispatch, check_given, check_program
 from .library import matmul_all_reduce as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
@@ -86,9 +87,12 @@ def matmul_all_reduce(
     `residual` [M, N] is added to that, and `norm` (a torch.nn.RMSNorm or LayerNorm over N) is taken of the sum, which
     is then left in `residual`. `program`: the collective program that moves the parcels.
     """
+    check_given(x, w, strategy, plan, bias=bias, residual=residual, out=out)
+    check_program(program)
     x, w, bias = autocast(x, w, bias)
     if differentiable(x, w, bias, residual):
         refuse_in_place(out=out, norm=norm)
+        check_before_dispatch(x, w, bias, activation, group)
         y = operator(x, w, bias, name_of(group), strategy, held(plan), held(program))
         return finished(y, activation, residual)
     return call(x, w, bias, activation, residual, norm, as_group(group), strategy, plan, program, out)

@@ -37,6 +37,7 @@ from .choose import Request, near, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish
 from .fused import run as run_fused
+from .given import check_before_dispatch, check_given
 from .grouped import GroupSizes, Splits, flattened, multiplied_alone, tokens_of
 from .library import matmul_all_to_all as operator
 from .operands import check_factors, dtype_name, output
@@ -98,9 +99,11 @@ def matmul_all_to_all(
     in place of `splits`, are the rows of x for each rank and of each expert, [rank][expert], zeros allowed; or those of
     all ranks, [sender][rank][expert], which spares ranks from telling each other. `bias` is [experts, N] then.
     """
+    check_given(x, w, strategy, plan, bias=bias, out=out)
     x, w, bias = autocast(x, w, bias)
     if differentiable(x, w, bias):
         refuse_in_place(out=out)
+        check_before_dispatch(x, w, bias, activation, group, grouped=True)
         told = flat_splits(splits, group_sizes, x, w, group)
         y = operator(x, w, bias, told, name_of(group), strategy, held(plan))
         return finished(y, activation)

@@ -32,6 +32,7 @@ from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish, finish_text
 from .fused import run as run_fused
+from .given import check_before_dispatch, check_given, check_program, counts_of
 from .library import matmul_reduce_scatter as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
@@ -81,9 +82,13 @@ def matmul_reduce_scatter(
     `norm` (a torch.nn.RMSNorm or LayerNorm over N) is taken of the sum, which is then left in `residual`. `program`:
     the collective program that moves the parcels.
     """
+    check_given(x, w, strategy, plan, bias=bias, residual=residual, out=out)
+    check_program(program)
+    rows = None if rows is None else counts_of("rows", rows)
     x, w, bias = autocast(x, w, bias)
     if differentiable(x, w, bias, residual):
         refuse_in_place(out=out, norm=norm)
+        check_before_dispatch(x, w, bias, activation, group)
         name = name_of(group)
         y = operator(x, w, bias, rows, name, strategy, held(plan), held(program))
         return finished(y, activation, residual)

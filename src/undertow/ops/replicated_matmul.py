@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..fabric.registry import as_group
+from ..plan.plan import as_written
 from . import gradients as _gradients  # noqa: F401 - registers them
 from .differentiable import autocast, differentiable, finished, name_of
 from .finish import check_finish
+from .given import check_before_dispatch, check_given
 from .library import replicated_matmul as operator
 from .operands import check_factors
 
@@ -49,8 +51,12 @@ def replicated_matmul(
 
     `strategy` is that of the backward pass, which alone communicates.
     """
+    check_given(x, w, strategy, bias=bias)
+    if strategy != "auto":
+        as_written(strategy)  # refuses here what the backward pass would
     x, w, bias = autocast(x, w, bias)
     if differentiable(x, w, bias):
+        check_before_dispatch(x, w, bias, activation, group)
         return finished(operator(x, w, bias, name_of(group), strategy), activation)
     check_factors(x, w, as_group(group))
     check_finish(bias, activation, w.shape[1], x)

@@ -412,8 +412,11 @@ def tune(
     Plans known from before are measured anew, and what is found is kept for later calls, here and on disk. Collective:
     all ranks of the group must come. Returns the decision about the last problem that was met.
     """
-    if not budget_seconds > 0:
+    if not isinstance(budget_seconds, (int, float)) or not budget_seconds > 0:
         raise InvalidArgument(argument="budget_seconds", was=repr(budget_seconds), must="a positive number of seconds")
+    if not callable(function):
+        must = "an operator, or a function that calls one"
+        raise InvalidArgument(argument="function", was=f"of type {type(function).__name__}", must=must)
     with _session(budget_seconds) as session:
         function(*arguments, **options)
     if not session.decisions:

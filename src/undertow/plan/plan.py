@@ -140,7 +140,7 @@ class Plan:
             plan = Plan(parcels=parcels, share=share, tile=None if tile is None else _pair(tile), **fields)
         except (ValueError, TypeError, RecursionError) as error:
             must = f"a plan in JSON ({error})"
-            raise InvalidArgument(argument="plan", was=repr(text[:80]), must=must) from error
+            raise InvalidArgument(argument="plan", was=repr(text)[:80], must=must) from error
         plan.validate()
         return plan
 
