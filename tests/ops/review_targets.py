@@ -12,6 +12,7 @@ from matmul_suite import Case
 import undertow as ut
 from undertow.collective import LIBRARY
 from undertow.errors import UndertowError
+from undertow.ops.finish import Finish
 from undertow.plan.plan import Plan
 
 
@@ -103,8 +104,6 @@ def disagreeing(what: str) -> str:
 
 def half_way() -> str:
     """An error while bytes move ends the group at once."""
-    from undertow.ops.finish import Finish
-
     group = ut.init()
     x, w = torch.ones(64, 8), torch.ones(8, 16)
     ut.matmul_all_reduce(x, w, group=group, strategy="chunked:peer")
@@ -173,8 +172,8 @@ def _refused_with_gradients() -> list[str]:
     return said
 
 
-def forked() -> tuple[str, bool]:
-    """What a child is told, and whether its parent's calls are as ever."""
+def forked_and_interrupted() -> tuple[str, bool, str]:
+    """What a child is told, whether its parent's calls are as ever, and what follows an interrupt half-way."""
     group = ut.init()
     x, w = torch.ones(4, 3), torch.ones(3, 5)
     ut.matmul_all_reduce(x, w, strategy="serial:peer")
@@ -191,4 +190,21 @@ def forked() -> tuple[str, bool]:
             os._exit(0)
     os.waitpid(child, 0)
     y = ut.matmul_all_reduce(x, w, strategy="serial:peer")
-    return os.read(out, 100).decode(), bool((y == 3 * group.size).all())
+    finished, right = Finish.sum, bool((y == 3 * group.size).all())
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    Finish.sum = interrupted  # type: ignore[method-assign,assignment]
+    try:
+        ut.matmul_all_reduce(x, w, strategy="serial:peer")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        Finish.sum = finished  # type: ignore[method-assign]
+    try:
+        ut.matmul_all_reduce(x, w, strategy="serial:peer")
+        said = "nothing"
+    except UndertowError as error:
+        said = str(error)
+    return os.read(out, 100).decode(), right, said

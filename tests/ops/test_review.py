@@ -35,8 +35,10 @@ def test_ranks_in_different_calls_that_were_made_before_hear_of_it() -> None:
     assert found == [["MismatchedCall", "MismatchedCall True", "MismatchedCall True"]] * 2
 
 
-def test_a_forked_child_is_no_rank() -> None:
-    assert ut.launch(review_targets.forked, 2, "cpu", deadline=20) == [("ForkedProcess", True)] * 2
+def test_a_forked_child_is_no_rank_and_an_interrupted_one_no_more() -> None:
+    found = ut.launch(review_targets.forked_and_interrupted, 2, "cpu", deadline=20)
+    lost = "Rank {} of group 0 is lost: its matmul_all_reduce was interrupted by KeyboardInterrupt."
+    assert found == [("ForkedProcess", True, lost.format(rank)) for rank in (0, 1)]
 
 
 def test_an_error_half_way_ends_the_group_at_once() -> None:

@@ -101,10 +101,14 @@ class Bracket:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        failed = True
+        failed, group = True, self._group
         try:
+            if kind is not None and not issubclass(kind, Exception) and not group.failed:
+                # Bytes may have begun to move: what this rank would call next, others would take for the rest of them.
+                reason = f"its {self._kind[0]} was interrupted by {kind.__name__}"
+                group.fail(errors.RankLost(rank=group.rank, group=group.name, reason=reason))
             if kind is None:
-                self._group.check_call(self._number)
+                group.check_call(self._number)
                 failed = False
         finally:
             self._leave(failed)
