@@ -45,7 +45,7 @@ def test_what_is_no_tensor_no_plan_and_no_strategy(x: torch.Tensor) -> None:
             refused("plan is of type str", operator, x, W, plan="serial")
     for operator in SUMS:
         refused("residual is of type int", operator, x, W, residual=1)
-        refused("program is of type str", operator, x, W, program="ring")
+        refused("program is a str", operator, x, W, program="ring")
         refused("out is of type list", operator, x, W, out=[X])
     refused("w is of type dict", ut.all_gather_matmul, x, {"q": W})
     refused("bias is of type int", ut.all_gather_matmul, x, [W, W], bias=3)

@@ -49,8 +49,8 @@ def check_given(
 
 def check_program(program: Program | None) -> None:
     if program is not None and not isinstance(program, Program):
-        must = "a Program, such as @undertow.collective.program makes, or None"
-        raise InvalidArgument(argument="program", was=f"of type {type(program).__name__}", must=must)
+        must = "a collective program, made by undertow.collective.program"
+        raise InvalidArgument(argument="program", was=f"a {type(program).__name__}", must=must)
 
 
 def _check_plain(*tensors: torch.Tensor | None) -> None:
