@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from undertow import errors
-from undertow.c3.concurrent import _Divided
+from undertow.c3.together import _Divided
 from undertow.fabric import green
 from undertow.fabric.share import bound, bounded_grids, on_part, on_threads
 from undertow.plan.plan import Share
