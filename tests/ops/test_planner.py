@@ -162,7 +162,8 @@ class FakeGroup:
         self.fabric = SimpleNamespace(
             kept={}, lanes=lambda: dict.fromkeys(("net", "peer", "dma"), ""), settle=lambda: None, multiprocessors=1,
             lane=lambda name: SimpleNamespace(name=name, in_rounds=False), unknown_sharers="",
-            guarded_call=lambda outputs: contextlib.nullcontext(),
+            guarded_call=lambda outputs: contextlib.nullcontext(), follow=lambda what: None,
+            enqueued=lambda what: None,
         )  # fmt: skip
 
     def exchange(self, value: Any, purpose: str) -> list[Any]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from ..collective.language import Program
 from ..errors import InvalidArgument
 from ..fabric.registry import as_group
 from ..plan.plan import Plan
@@ -45,12 +44,6 @@ def check_given(
         raise InvalidArgument(argument="plan", was=f"of type {type(plan).__name__}", must=must)
     if not torch.compiler.is_compiling():
         _check_plain(x, w, *optional.values())
-
-
-def check_program(program: Program | None) -> None:
-    if program is not None and not isinstance(program, Program):
-        must = "a collective program, made by undertow.collective.program"
-        raise InvalidArgument(argument="program", was=f"a {type(program).__name__}", must=must)
 
 
 def _check_plain(*tensors: torch.Tensor | None) -> None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..collective.arguments import check_program
 from ..collective.carry import Carrier
 from ..fabric.group import Group
 from ..fabric.net import NetLane
@@ -39,7 +40,7 @@ from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish, finish_text
 from .fused import run as run_fused
-from .given import check_before_dispatch, check_given, check_program
+from .given import check_before_dispatch, check_given
 from .library import matmul_all_reduce as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
@@ -88,7 +89,8 @@ def matmul_all_reduce(
     is then left in `residual`. `program`: the collective program that moves the parcels.
     """
     check_given(x, w, strategy, plan, bias=bias, residual=residual, out=out)
-    check_program(program)
+    if program is not None:
+        check_program(program)
     x, w, bias = autocast(x, w, bias)
     if differentiable(x, w, bias, residual):
         refuse_in_place(out=out, norm=norm)

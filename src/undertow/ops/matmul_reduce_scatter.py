@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..collective.arguments import check_program
 from ..collective.carry import Carrier
 from ..errors import InvalidArgument
 from ..fabric.group import Group
@@ -32,7 +33,7 @@ from .choose import Request, perform
 from .differentiable import autocast, differentiable, finished, held, name_of, refuse_in_place
 from .finish import Finish, check_finish, finish_text
 from .fused import run as run_fused
-from .given import check_before_dispatch, check_given, check_program, counts_of
+from .given import check_before_dispatch, check_given, counts_of
 from .library import matmul_reduce_scatter as operator
 from .norm import After
 from .operands import check_factors, dtype_name, output
@@ -83,7 +84,8 @@ def matmul_reduce_scatter(
     the collective program that moves the parcels.
     """
     check_given(x, w, strategy, plan, bias=bias, residual=residual, out=out)
-    check_program(program)
+    if program is not None:
+        check_program(program)
     rows = None if rows is None else counts_of("rows", rows)
     x, w, bias = autocast(x, w, bias)
     if differentiable(x, w, bias, residual):
