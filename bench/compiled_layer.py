@@ -16,12 +16,12 @@ with those of the layer without a compiler: told is by how much they are apart, 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from layer_report import report
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -164,22 +164,10 @@ def main() -> None:
     options = parser.parse_args()
     size, ranks = SIZES[options.device], options.ranks
     found, apart = ut.launch(measure, ranks, device=options.device, args=(options.rounds,), deadline=120)[0]
-    rows = {}
-    for name in found.names:
-        time, ratio = found.estimate(name), found.speedup(name, over=BASE)
-        rows[name] = {"milliseconds": time.median * 1e3, "speed-up": [ratio.median, ratio.low, ratio.high]}
     link = "shared memory" if options.device == "cpu" else "peer memory of one GPU"
-    if options.json:
-        facts = {"link": link, "ranks": ranks, **size._asdict()}
-        print(json.dumps({**facts, "apart": apart, "variants": rows, "environment": found.environment}, default=str))
-        return
-    print(f"{size.rows} rows of {size.hidden}, inner {size.inner}, {ranks} ranks, {link}")
-    for name, row in rows.items():
-        median, low, high = row["speed-up"]  # type: ignore[misc]
-        print(
-            f"{name:>16}  {row['milliseconds']:8.1f} ms   {median:.2f}x over {BASE}  [{low:.2f}, {high:.2f}]"
-            f"   apart by {apart[name]:.1e}"
-        )
+    title = f"{size.rows} rows of {size.hidden}, inner {size.inner}, {ranks} ranks, {link}"
+    facts = {"link": link, "ranks": ranks, **size._asdict()}
+    report(found, apart, BASE, title, facts, options.json)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from layer_report import report
 
 import undertow as ut
 from undertow.collective.carry import Carrier
@@ -204,22 +204,10 @@ def main() -> None:
     size, ranks = SIZES[options.device], options.ranks
     env = {"UNDERTOW_DMA_PACE": PACE} if options.device == "cpu" else {}
     found, apart = ut.launch(measure, ranks, device=options.device, args=(options.rounds,), env=env, deadline=60)[0]
-    rows = {}
-    for name in found.names:
-        time, ratio = found.estimate(name), found.speedup(name, over="Megatron")
-        rows[name] = {"milliseconds": time.median * 1e3, "speed-up": [ratio.median, ratio.low, ratio.high]}
     link = f"emulated link of {PACE}" if options.device == "cpu" else "peer memory of one GPU"
-    if options.json:
-        facts = {"link": link, "ranks": ranks, "rows": size.rows, "hidden": size.hidden, "inner": size.inner}
-        print(json.dumps({**facts, "apart": apart, "variants": rows, "environment": found.environment}, default=str))
-        return
-    print(f"{size.rows} rows of {size.hidden}, inner {size.inner}, {ranks} ranks, {link}")
-    for name, row in rows.items():
-        median, low, high = row["speed-up"]  # type: ignore[misc]
-        print(
-            f"{name:>14}  {row['milliseconds']:8.1f} ms   {median:.2f}x over Megatron  [{low:.2f}, {high:.2f}]"
-            f"   gradients apart by {apart[name]:.1e}"
-        )
+    title = f"{size.rows} rows of {size.hidden}, inner {size.inner}, {ranks} ranks, {link}"
+    facts = {"link": link, "ranks": ranks, "rows": size.rows, "hidden": size.hidden, "inner": size.inner}
+    report(found, apart, "Megatron", title, facts, options.json)
 
 
 if __name__ == "__main__":
