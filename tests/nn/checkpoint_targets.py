@@ -188,16 +188,18 @@ def experts_that_are_not_all_there(folder: str) -> dict[str, str]:
         "more": _published(Mixture(4), ".mlp.", *SPELLINGS[".mlp."]) | {"layer.mlp.gate.weight": torch.ones(3, 4)},
     }
     said = {}
-    in_turn = torch.nn.ModuleDict({"layer": Mixture()})
+    if group.rank == 0:
+        save_file(right, place / "right.safetensors")
+    group.barrier()
+    in_turn, turned = (torch.nn.ModuleDict({"layer": Mixture()}) for _ in range(2))
     in_turn.layer.mlp.experts.is_concatenated = False
-    for model in (in_turn, ut.nn.parallelize(in_turn, {"*.experts": ut.nn.Experts(unit=1)}, strategy=STRATEGY)):
-        if group.rank == 0:
-            save_file(right, place / "right.safetensors")
-        group.barrier()
+    cut = ut.nn.parallelize(copy.deepcopy(in_turn), {"*.experts": ut.nn.Experts(unit=1)}, strategy=STRATEGY)
+    turned.layer.mlp.experts.is_transposed = True
+    for name, model in (("in turn", in_turn), ("in turn, cut", cut), ("turned", turned)):
         try:
             ut.nn.load_checkpoint(model, place / "right.safetensors")
         except UndertowError as error:
-            said["in turn"] = str(error)
+            said[name] = str(error)
     model = torch.nn.ModuleDict({"layer": Mixture()})
     ut.nn.parallelize(model, {"*.experts": ut.nn.Experts(unit=1)}, strategy=STRATEGY)
     before = ut.nn.full_state_dict(model)

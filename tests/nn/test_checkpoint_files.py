@@ -40,12 +40,13 @@ def test_no_rank_holds_the_model(tmp_path: Path) -> None:
 
 
 def test_experts_that_are_not_all_there(tmp_path: Path) -> None:
+    together = (
+        "path is a checkpoint without layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj, but must be one of"
+        " this model; strict=False takes what there is."
+    )
     for found in ut.launch(targets.experts_that_are_not_all_there, 2, device="cpu", args=(str(tmp_path),)):
         assert found == {
-            "in turn": (
-                "path is a checkpoint without layer.mlp.experts.gate_up_proj, layer.mlp.experts.down_proj, but must be"
-                " one of this model; strict=False takes what there is."
-            ),
+            **dict.fromkeys(("in turn", "in turn, cut", "turned"), together),
             "less": (
                 "path is a checkpoint without layer.mlp.experts.1.up_proj.weight, but must be one with all 3 experts of"
                 " a layer."

@@ -100,7 +100,7 @@ def load_checkpoint(model: torch.nn.Module, path: str | os.PathLike[str], *, str
 
 def _parts(model: torch.nn.Module, holders: dict[int, list[Holder]]) -> Iterator[_Part]:
     state, shards = state_and_shards(model)
-    keys, together = _keys(state), stored.in_turn(model)
+    keys, together = _keys(state), stored.never_apart(model)
     for key, held in state.items():
         if not isinstance(held, torch.Tensor) or keys[id(held)][0] != key:
             continue
@@ -287,7 +287,7 @@ def _done(_: float) -> bool:
 def _wholes(model: torch.nn.Module) -> Iterator[_Whole]:
     """All that is written, in one order on all ranks."""
     state, shards = state_and_shards(model)
-    keys, together = _keys(state), stored.in_turn(model)
+    keys, together = _keys(state), stored.never_apart(model)
     for key, one in state.items():
         if not isinstance(one, torch.Tensor):
             get_logger().warning("%s is no tensor and is not written: full_state_dict has it.", key)

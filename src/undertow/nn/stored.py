@@ -84,12 +84,13 @@ def _narrowed(some: Iterable[torch.Tensor], dim: int, start: int, length: int) -
         first += piece.shape[0]
 
 
-def in_turn(model: torch.nn.Module) -> set[int]:
-    """The tensors of experts that hold gates and ups in turn: those of one expert are not one below the other."""
+def never_apart(model: torch.nn.Module) -> set[int]:
+    """The tensors of experts that hold gates and ups in turn, or weights the other way round: what is stored for one
+    expert is no part of these, even where the shapes are."""
     found = set[int]()
     for module in model.modules():
         experts = module._model[0] if isinstance(module, TensorParallelExperts) else module
-        if not getattr(experts, "is_concatenated", True):
+        if not getattr(experts, "is_concatenated", True) or getattr(experts, "is_transposed", False):
             found |= {id(one) for one in module.parameters(recurse=False)}
     return found
 
